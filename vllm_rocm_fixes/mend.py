@@ -1,0 +1,94 @@
+"""Source in, mended tree and outcomes out: examine, mend, examine again, compile.
+
+Nothing here touches a process. Whatever goes wrong with a patch is an outcome, never an exception, and a patch that
+failed has left nothing in the tree.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
+
+from .patch import Patch, Site, Verdict, unknown
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one patch on one module: the verdict on stock, and why a needed patch was not applied."""
+
+    patch: Patch
+    verdict: Verdict
+    refused: str | None = None
+    failed: str | None = None
+
+    @property
+    def applied(self) -> bool:
+        """The mended tree holds this patch, and its second examination was clear."""
+        return self.verdict.kind == "needed" and not self.refused and not self.failed
+
+
+@dataclass(frozen=True)
+class Mended:
+    """A module after its patches: tree and code are None where stock is kept."""
+
+    outcomes: tuple[Outcome, ...]
+    tree: ast.Module | None = None
+    code: CodeType | None = None
+
+
+def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Site | None = None) -> Mended:
+    """Examine a stock module's source, and mend it where that is needed. filename goes into the code object."""
+    failures: dict[str, str] = {}
+    while True:
+        try:
+            tree = ast.parse(source, filename)
+        except Exception as error:
+            reason = f"the source doesn't parse: {_said(error)}"
+            return Mended(tuple(Outcome(patch, unknown(reason)) for patch in patches))
+        outcomes = tuple(_apply(patch, tree, site or Site(), failures) for patch in patches)
+        # A failed edit may have left half of itself in the tree: begin again, without it.
+        fresh = {o.patch.name: o.failed for o in outcomes if o.failed and o.patch.name not in failures}
+        if fresh:
+            failures.update(fresh)
+            continue
+        if not any(outcome.applied for outcome in outcomes):
+            return Mended(outcomes)
+        try:
+            return Mended(outcomes, tree, compile(tree, filename, "exec", dont_inherit=True))
+        except Exception as error:
+            reason = f"the mended tree doesn't compile: {_said(error)}"
+            return Mended(tuple(replace(o, failed=reason) if o.applied else o for o in outcomes))
+
+
+def examine(patch: Patch, tree: ast.Module) -> Verdict:
+    """The patch's verdict on a tree; "unknown" where the examination itself broke."""
+    try:
+        return patch.examine(tree)
+    except Exception as error:
+        return unknown(f"the examination broke: {_said(error)}")
+
+
+def _apply(patch: Patch, tree: ast.Module, site: Site, failures: dict[str, str]) -> Outcome:
+    verdict = examine(patch, tree)
+    if verdict.kind != "needed":
+        return Outcome(patch, verdict)
+    if patch.name in failures:
+        return Outcome(patch, verdict, failed=failures[patch.name])
+    try:
+        refused = patch.refuse(site) if patch.refuse else None
+        if refused:
+            return Outcome(patch, verdict, refused=refused)
+        patch.mend(tree)
+        ast.fix_missing_locations(tree)
+    except Exception as error:
+        return Outcome(patch, verdict, failed=f"the edit broke: {_said(error)}")
+    after = examine(patch, tree)
+    if after.kind != "clear":
+        return Outcome(patch, verdict, failed=f"after the edit the examination still says {after.kind}: {after.reason}")
+    return Outcome(patch, verdict)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,79 @@
+"""What a patch is, and what a verdict is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["needed", "clear", "absent", "unknown"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was read off a module's source, and why.
+
+    needed: the defect's shape is there, and the edit knows that shape.
+    clear: the place is there, and the defect isn't.
+    absent: the module isn't part of this vLLM.
+    unknown: the place isn't found, or looks like nothing that is known.
+    """
+
+    kind: Kind
+    reason: str
+
+
+def needed(reason: str) -> Verdict:
+    """The defect is there, in a shape that the patch knows."""
+    return Verdict("needed", reason)
+
+
+def clear(reason: str) -> Verdict:
+    """The place is there, and the defect isn't."""
+    return Verdict("clear", reason)
+
+
+def absent(reason: str) -> Verdict:
+    """The module isn't part of this vLLM."""
+    return Verdict("absent", reason)
+
+
+def unknown(reason: str) -> Verdict:
+    """The place wasn't found, or looks like nothing that is known; the reason says what was looked for."""
+    return Verdict("unknown", reason)
+
+
+@dataclass(frozen=True)
+class Site:
+    """The vLLM that is being mended, and what the user switched off.
+
+    root is the folder that holds `vllm/` (None where a module has no file, as in an archive), version is what the
+    files say of themselves, skipped holds the names in ROCM_FIXES_SKIP.
+    """
+
+    root: Path | None = None
+    version: str | None = None
+    skipped: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """An edit of the syntax tree of one stock module.
+
+    examine reads a tree and changes nothing. mend changes the tree in place; it is called only where examine said
+    "needed", and examine must say "clear" afterwards. refuse, where given, says why a needed patch must not be applied
+    to this site (None: go ahead). since and until name the first release with the defect and the first without it;
+    they serve the report and the matrix, and decide nothing but whether a missing module came later than this release.
+    """
+
+    name: str
+    module: str
+    summary: str
+    origin: tuple[str, ...]
+    since: str
+    until: str | None
+    examine: Callable[[ast.Module], Verdict]
+    mend: Callable[[ast.Module], None]
+    refuse: Callable[[Site], str | None] | None = None

@@ -1,0 +1,139 @@
+"""Find and change nodes of a syntax tree, positions kept.
+
+A new node takes the position of the node it stands in for or before, so tracebacks and inspect stay right although no
+file is written.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import TypeVar, cast
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Block = list[ast.stmt]
+_Node = TypeVar("_Node", bound=ast.AST)
+
+
+def blocks(node: ast.AST) -> Iterator[Block]:
+    """Every list of statements directly below node: body, orelse, finalbody, the handlers' and the cases' bodies."""
+    for field in ("body", "orelse", "finalbody"):
+        block = getattr(node, field, None)
+        if isinstance(block, list) and block:
+            yield block
+    for field in ("handlers", "cases"):
+        for part in getattr(node, field, ()):
+            yield part.body
+
+
+def statements(block: Block, into_functions: bool = False) -> Iterator[tuple[Block, ast.stmt]]:
+    """Every statement of a block and of the blocks inside it, each with the list that holds it.
+
+    Definitions are yielded but not entered, unless into_functions is set: what stands in them doesn't run with the block.
+    """
+    for statement in list(block):
+        yield block, statement
+        if into_functions or not isinstance(statement, Function):
+            for inner in blocks(statement):
+                yield from statements(inner, into_functions)
+
+
+def definitions(tree: ast.Module, qualified_name: str) -> list[Definition]:
+    """The classes and functions of that dotted name, in order; those under `if` and `try` count, inner functions don't."""
+    found: list[Definition] = []
+    owners: list[ast.Module | Definition] = [tree]
+    for name in qualified_name.split("."):
+        found = [
+            statement
+            for owner in owners
+            for _, statement in statements(owner.body)
+            if isinstance(statement, Definition) and statement.name == name
+            if not isinstance(owner, Function)
+        ]
+        owners = list(found)
+    return found
+
+
+def function(tree: ast.Module, qualified_name: str) -> Function | None:
+    """The one function of that dotted name; None where there is none, or more than one."""
+    found = definitions(tree, qualified_name)
+    return found[0] if len(found) == 1 and isinstance(found[0], Function) else None
+
+
+def class_(tree: ast.Module, qualified_name: str) -> ast.ClassDef | None:
+    """The one class of that dotted name; None where there is none, or more than one."""
+    found = definitions(tree, qualified_name)
+    return found[0] if len(found) == 1 and isinstance(found[0], ast.ClassDef) else None
+
+
+def find(node: ast.AST, kind: type[_Node], where: Callable[[_Node], bool] = lambda _: True) -> list[_Node]:
+    """All nodes of a kind at or below node for which where is true, in the order of the source."""
+    found = [n for n in ast.walk(node) if isinstance(n, kind) and where(n)]
+    return sorted(found, key=lambda n: (getattr(n, "lineno", 0), getattr(n, "col_offset", 0)))
+
+
+def imports(node: ast.AST, package: str) -> list[ast.Import | ast.ImportFrom]:
+    """All absolute imports of a package, or of anything in it, at or below node."""
+
+    def matches(name: str | None) -> bool:
+        return name is not None and (name == package or name.startswith(package + "."))
+
+    plain = find(node, ast.Import, lambda n: any(matches(alias.name) for alias in n.names))
+    return [*plain, *find(node, ast.ImportFrom, lambda n: n.level == 0 and matches(n.module))]
+
+
+def calls(node: ast.AST, dotted_name: str) -> list[ast.Call]:
+    """All calls at or below node whose function is spelt like that, such as `self.aiter_sample`."""
+    return find(node, ast.Call, lambda n: ast.unparse(n.func) == dotted_name)
+
+
+def names(node: ast.AST) -> set[str]:
+    """All bare names read or written at or below node."""
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def place(node: _Node, at: ast.AST) -> _Node:
+    """Give node and all below it the position where `at` begins (for a function, the line of its `def`). Returns node."""
+    line, column = getattr(at, "lineno", 1), getattr(at, "col_offset", 0)
+    for part in ast.walk(node):
+        if "lineno" in part._attributes:
+            part.lineno = part.end_lineno = line  # type: ignore[attr-defined]
+            part.col_offset = part.end_col_offset = column  # type: ignore[attr-defined]
+    return node
+
+
+def parse_statements(code: str, at: ast.AST) -> Block:
+    """New statements from code, each placed where `at` begins."""
+    return [place(statement, at) for statement in ast.parse(textwrap.dedent(code)).body]
+
+
+def parse_expression(code: str, at: ast.AST) -> ast.expr:
+    """A new expression from code, placed where `at` begins."""
+    return place(ast.parse(code, mode="eval").body, at)
+
+
+def replace(block: Block, old: ast.stmt, new: Block) -> None:
+    """Put new statements in the place of one statement of a block. Raises ValueError where old isn't in it."""
+    index = next((i for i, statement in enumerate(block) if statement is old), None)
+    if index is None:
+        raise ValueError(f"the statement at line {old.lineno} isn't in that block")
+    block[index : index + 1] = new
+
+
+def insert_before(block: Block, mark: ast.stmt, new: Block) -> None:
+    """Put new statements before one statement of a block. Raises ValueError where mark isn't in it."""
+    replace(block, mark, [*new, mark])
+
+
+def first_statement(body: Block) -> int:
+    """The index of a body's first statement after its docstring."""
+    first = body[0] if body else None
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    return 1 if is_docstring else 0
+
+
+def string(node: ast.AST | None) -> str | None:
+    """The value of a string literal, else None."""
+    return cast(str, node.value) if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
