@@ -1,4 +1,4 @@
-"""Stock vLLM of any release, from the package registry: fetched once, verified, unpacked, kept outside the repository."""
+"""Stock vLLM of any release, from the package registry: fetched once, verified, unpacked, kept outside the tree."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _unpack(archive: Path, target: Path) -> None:
         if sys.version_info >= (3, 11, 4):
             sdist.extractall(target, filter="data")
         else:
-            sdist.extractall(target)  # noqa: S202 - the digest was checked
+            sdist.extractall(target)
 
 
 if __name__ == "__main__":

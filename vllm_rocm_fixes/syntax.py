@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import TypeVar, cast
+from typing import TypeVar
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -28,20 +28,20 @@ def blocks(node: ast.AST) -> Iterator[Block]:
             yield part.body
 
 
-def statements(block: Block, into_functions: bool = False) -> Iterator[tuple[Block, ast.stmt]]:
+def statements(block: Block, into_definitions: bool = False) -> Iterator[tuple[Block, ast.stmt]]:
     """Every statement of a block and of the blocks inside it, each with the list that holds it.
 
-    Definitions are yielded but not entered, unless into_functions is set: what stands in them doesn't run with the block.
+    Classes and functions are yielded but entered only where into_definitions is set.
     """
     for statement in list(block):
         yield block, statement
-        if into_functions or not isinstance(statement, Function):
+        if into_definitions or not isinstance(statement, Definition):
             for inner in blocks(statement):
-                yield from statements(inner, into_functions)
+                yield from statements(inner, into_definitions)
 
 
 def definitions(tree: ast.Module, qualified_name: str) -> list[Definition]:
-    """The classes and functions of that dotted name, in order; those under `if` and `try` count, inner functions don't."""
+    """The classes and functions of that dotted name, also those under `if` and `try`; inner functions don't count."""
     found: list[Definition] = []
     owners: list[ast.Module | Definition] = [tree]
     for name in qualified_name.split("."):
@@ -95,7 +95,7 @@ def names(node: ast.AST) -> set[str]:
 
 
 def place(node: _Node, at: ast.AST) -> _Node:
-    """Give node and all below it the position where `at` begins (for a function, the line of its `def`). Returns node."""
+    """Give node and all below it the position where `at` begins. Returns node."""
     line, column = getattr(at, "lineno", 1), getattr(at, "col_offset", 0)
     for part in ast.walk(node):
         if "lineno" in part._attributes:
@@ -130,10 +130,9 @@ def insert_before(block: Block, mark: ast.stmt, new: Block) -> None:
 def first_statement(body: Block) -> int:
     """The index of a body's first statement after its docstring."""
     first = body[0] if body else None
-    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
-    return 1 if is_docstring else 0
+    return 1 if isinstance(first, ast.Expr) and string(first.value) is not None else 0
 
 
 def string(node: ast.AST | None) -> str | None:
     """The value of a string literal, else None."""
-    return cast(str, node.value) if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
