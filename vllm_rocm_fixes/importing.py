@@ -1,0 +1,140 @@
+"""The meta path finder and the loader: a module that isn't loaded yet is compiled from its mended tree.
+
+The stock finders find the module and the stock loader stays behind ours: file name, source, resources and data are
+its own. Only the code differs, and that is compiled in memory: the stock .pyc is neither read nor written for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from types import CodeType, ModuleType
+from typing import Any
+
+Coder = Callable[[str, Any], CodeType | None]
+Around = Callable[[str], AbstractContextManager[None]]
+
+
+class Finder:
+    """Answers for the modules that are mended or guarded; any other name costs one look-up in a dictionary.
+
+    coders: for each module to be mended, what gives its code (called with the name and the stock loader; None keeps
+    stock). guards: for each guarded package, the contexts in which it is executed; one that raises ImportError
+    forbids the import, any other error of its own is passed to on_error.
+    """
+
+    def __init__(
+        self,
+        coders: Mapping[str, Coder],
+        guards: Mapping[str, Sequence[Around]],
+        on_error: Callable[[str, Exception], None],
+    ) -> None:
+        self._coders, self._guards, self._on_error = coders, guards, on_error
+        self._busy = threading.local()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The stock spec with our loader before the stock one; None leaves the name to the finders behind us."""
+        if name not in self._coders and name not in self._guards:
+            return None
+        busy: set[str] = self._busy.__dict__.setdefault("names", set())
+        if name in busy:  # another finder that asks all the others, as ours does
+            return None
+        busy.add(name)
+        try:
+            spec = self._stock_spec(name, path, target)
+        finally:
+            busy.discard(name)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = Loader(spec.loader, self._coders.get(name), self._guards.get(name, ()), self._on_error)  # type: ignore[assignment]
+        return spec
+
+    def _stock_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> importlib.machinery.ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            if isinstance(finder, Finder) or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+        return None
+
+
+class Loader:
+    """Stands before the stock loader of one module; whatever it doesn't do itself, the stock loader does."""
+
+    def __init__(
+        self, stock: Any, coder: Coder | None, guards: Sequence[Around], on_error: Callable[[str, Exception], None]
+    ) -> None:
+        self.stock, self._coder, self._guards, self._on_error = stock, coder, guards, on_error
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stock":  # an instance that copy or pickle made without __init__
+            raise AttributeError(name)
+        return getattr(self.stock, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """The module object that the stock loader makes; None for the usual one."""
+        made: ModuleType | None = self.stock.create_module(spec)
+        return made
+
+    def get_code(self, name: str) -> CodeType | None:
+        """The mended code, or the stock loader's where stock is kept."""
+        code = self._coder(name, self.stock) if self._coder else None
+        stock: CodeType | None = code or self.stock.get_code(name)
+        return stock
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the mended code inside the guards; where stock is kept, let the stock loader do it."""
+        code = self._coder(module.__name__, self.stock) if self._coder else None
+        with ExitStack() as guards:
+            for guard in self._guards:
+                guards.enter_context(self._contained(guard, module.__name__))
+            if code is None:
+                self.stock.exec_module(module)
+            else:
+                exec(code, module.__dict__)
+
+    @contextlib.contextmanager
+    def _contained(self, guard: Around, name: str) -> Any:
+        """A guard whose own errors reach on_error and not the importer; ImportError forbids the import."""
+        try:
+            context = guard(name)
+            context.__enter__()
+        except ImportError:
+            raise
+        except Exception as error:
+            self._on_error(name, error)
+            yield
+            return
+        try:
+            yield
+        finally:
+            try:
+                context.__exit__(None, None, None)
+            except Exception as error:
+                self._on_error(name, error)
+
+
+def source_of(name: str, loader: Any) -> tuple[bytes | str | None, str]:
+    """A module's source as its loader holds it, and the file name that goes into code objects; None: it has no source.
+
+    Bytes where there is a file, so that its encoding is the parser's business; raises what the loader raises.
+    """
+    filename: str = loader.get_filename(name)
+    if isinstance(loader, importlib.machinery.SourceFileLoader):
+        return loader.get_data(filename), filename
+    source: str | None = loader.get_source(name)
+    return source, filename
+
+
+def install(finder: Finder) -> None:
+    """Put the finder first, once: another Finder there (a second copy of the overlay) is left in its place."""
+    if finder not in sys.meta_path:
+        sys.meta_path.insert(0, finder)

@@ -1,0 +1,220 @@
+"""Modules that are loaded already: the functions that differ get the mended code object.
+
+Whoever holds such a function follows: from-imports, dictionaries, bound methods, registered torch ops. A function
+that isn't stock's any more belongs to somebody else, and then the whole module is left as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import (
+    AsyncGeneratorType,
+    CellType,
+    CodeType,
+    CoroutineType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+)
+
+from .syntax import definitions
+
+_OPTIMIZED = 0x1  # CO_OPTIMIZED: set for functions, not for the bodies of classes and modules
+_COMPARED = (
+    *("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_name"),
+    *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount"),
+    *(("co_exceptiontable",) if sys.version_info >= (3, 11) else ()),
+)
+_Running = (GeneratorType, CoroutineType, AsyncGeneratorType)
+_SIGNATURE = ("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_freevars")
+
+
+class NotStock(Exception):
+    """The module can't be mended where it is; the text says why. Nothing was changed."""
+
+
+@dataclass
+class Transplant:
+    """What was done to a loaded module: names of functions changed and added, and of holders that keep the old code."""
+
+    changed: list[str] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
+    unreached: list[str] = field(default_factory=list)
+    scope_ran: bool = False  # module-scope statements differ too, and those had run before
+
+
+def functions(code: CodeType, prefix: str = "") -> Iterator[tuple[str, CodeType]]:
+    """(qualified name, code) of every function and method below a module's code; inner functions are part of theirs."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType) and not constant.co_name.startswith("<"):
+            name = prefix + constant.co_name
+            if constant.co_flags & _OPTIMIZED:
+                yield name, constant
+            else:
+                yield from functions(constant, name + ".")
+
+
+def same(a: object, b: object) -> bool:
+    """Two constants, or two code objects wherever they stand in the file, do the same."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, CodeType) and isinstance(b, CodeType):
+        return all(getattr(a, x) == getattr(b, x) for x in _COMPARED) and same(a.co_consts, b.co_consts)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b and (not isinstance(a, float | complex) or repr(a) == repr(b))
+
+
+def transplant(module: ModuleType, stock: CodeType, mended: CodeType, tree: ast.Module) -> Transplant:
+    """Give a loaded module's functions the mended code. Raises NotStock, before anything is changed.
+
+    stock and mended are the module's code before and after, tree is the mended tree (new functions come from it).
+    """
+    done = Transplant(scope_ran=not same(_without_functions(stock), _without_functions(mended)))
+    old, new = _by_name(stock), _by_name(mended)
+    swaps: list[tuple[str, FunctionType, CodeType]] = []
+    clears: list[Callable[[], object]] = []
+    for name, codes in new.items():
+        before = old.get(name, [])
+        if not before:
+            done.added.append(name)
+            continue
+        if len(codes) != len(before):
+            raise NotStock(f"{name} is defined {len(before)} times in stock and {len(codes)} times after the edit")
+        for was, becomes in zip(before, codes, strict=True):
+            if same(was, becomes):
+                continue
+            if any(getattr(was, x) != getattr(becomes, x) for x in _SIGNATURE):
+                raise NotStock(f"{name} has another signature after the edit")
+            found = _find(module, name, was, any(d.decorator_list for d in definitions(tree, name)), clears)
+            if not found:
+                raise NotStock(f"{name} isn't stock's any more: something else changed it first")
+            swaps += [(name, f, becomes) for f in found]
+    additions = [(name, _definition(tree, name)) for name in done.added]
+    if not swaps and not additions:
+        raise NotStock("what differs stands at module scope, and that had run before")
+    for _, definition in additions:  # first: the changed functions may call them
+        code = compile(ast.Module([definition], []), stock.co_filename, "exec", dont_inherit=True)
+        exec(code, vars(module))
+    for name, function, code in swaps:
+        was, function.__code__ = function.__code__, code
+        done.unreached += _left_behind(name, was, code)
+        done.changed.append(name)
+    for clear in clears:
+        clear()
+    return done
+
+
+def _by_name(code: CodeType) -> dict[str, list[CodeType]]:
+    found: dict[str, list[CodeType]] = {}
+    for name, function in functions(code):
+        found.setdefault(name, []).append(function)
+    return found
+
+
+def _without_functions(code: CodeType) -> CodeType:
+    """A module's or class's code with its functions taken out: what runs when it is made."""
+    kept = [
+        (_without_functions(c) if not c.co_flags & _OPTIMIZED else None) if isinstance(c, CodeType) else c
+        for c in code.co_consts
+    ]
+    return code.replace(co_consts=tuple(kept))
+
+
+def _find(
+    module: ModuleType, name: str, code: CodeType, decorated: bool, clears: list[Callable[[], object]]
+) -> list[FunctionType]:
+    """The functions that run the stock code under a name; none where somebody else's stand there.
+
+    Only what the source decorates is unwrapped: any other wrapper came from somebody who was there first.
+    """
+    held = _static(module, name)
+    if not decorated:
+        return [held] if isinstance(held, FunctionType) and same(held.__code__, code) else []
+    found = [f for f in _holders(held, clears) if same(f.__code__, code)]
+    return found or [f for f in _search(module, code) if same(f.__code__, code)]
+
+
+def _static(module: ModuleType, name: str) -> object:
+    """What stands under a qualified name, without running a descriptor; None where nothing does."""
+    found: object = module
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)
+    return found
+
+
+def _holders(held: object, clears: list[Callable[[], object]]) -> Iterator[FunctionType]:
+    """The functions behind one attribute, out of decorators, properties and caches; a cache's clear goes to clears."""
+    if held is None:
+        return
+    if callable(getattr(held, "cache_clear", None)):
+        clears.append(held.cache_clear)  # type: ignore[attr-defined]
+    if isinstance(held, FunctionType):
+        yield held
+    if isinstance(held, property):
+        inner = [held.fget, held.fset, held.fdel]
+    elif isinstance(held, functools.cached_property | functools.partial | functools.partialmethod):
+        inner = [held.func]
+    elif isinstance(held, staticmethod | classmethod | MethodType):
+        inner = [held.__func__]
+    else:
+        inner = [getattr(held, "__dict__", {}).get("__wrapped__")]
+    for part in inner:
+        yield from _holders(part, clears)
+
+
+def _search(module: ModuleType, code: CodeType) -> Iterator[FunctionType]:
+    """Functions of the module that run that code, wherever a decorator keeps them: a walk over all objects, so last."""
+    for thing in gc.get_objects():
+        if type(thing) is FunctionType and thing.__globals__ is vars(module) and thing.__code__.co_name == code.co_name:
+            yield thing
+
+
+def _left_behind(name: str, was: CodeType, becomes: CodeType) -> list[str]:
+    """Who still runs the old code of a function: copies of the function follow, what can't is named."""
+    unreached = []
+    if _references(was) > _ALONE:
+        for holder in gc.get_referrers(was):
+            if type(holder) is FunctionType:
+                holder.__code__ = becomes
+            elif isinstance(holder, _Running) or (isinstance(holder, FrameType) and holder.f_code is was):
+                unreached.append(f"{name}, which is running now")
+            elif not isinstance(holder, FrameType | CellType | tuple):  # ours, or the constants of code that has run
+                unreached.append(f"{name}, held by a {type(holder).__name__}")
+    inner = [c for c in was.co_consts if isinstance(c, CodeType) and not any(same(c, d) for d in becomes.co_consts)]
+    if inner and any(type(holder) is FunctionType for holder in gc.get_referrers(*inner)):
+        unreached.append(f"functions that {name} has made already")
+    return list(dict.fromkeys(unreached))
+
+
+def _references(code: CodeType) -> int:
+    return sys.getrefcount(code)
+
+
+def _count_alone() -> int:
+    """What _references says, called as _left_behind is, of a code object that nobody else holds."""
+
+    def left_behind(was: CodeType) -> int:
+        return _references(was)
+
+    function = eval("lambda: 0")
+    was, function.__code__ = function.__code__, (lambda: 1).__code__
+    return left_behind(was)
+
+
+_ALONE = _count_alone()
+
+
+def _definition(tree: ast.Module, name: str) -> ast.stmt:
+    """A new function's definition. Raises NotStock where it isn't at module scope."""
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and statement.name == name:
+            return statement
+    raise NotStock(f"{name} is new and not at module scope")
