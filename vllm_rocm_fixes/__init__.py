@@ -1,13 +1,52 @@
-"""vllm-rocm-fixes: the vLLM that an AMD cluster already runs starts clean."""
+"""vllm-rocm-fixes: the vLLM that an AMD cluster already runs starts clean.
+
+vLLM calls the two doors through its entry points, in every process; nothing here has to be called by hand.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
 
 from ._version import __version__
 
-__all__ = ["__version__", "prepare", "register"]
+if TYPE_CHECKING:
+    from .process import Process
+
+__all__ = ["__version__", "current", "prepare", "register"]
+_process: list[Process] = []
+_lock = threading.Lock()
 
 
 def prepare() -> None:
-    """Return None."""
+    """Door vllm.platform_plugins: before the platform is chosen. Returns None, which says "not my platform"."""
+    _contained("prepare")
 
 
 def register() -> None:
-    """Return None."""
+    """Door vllm.general_plugins: EngineArgs, EngineCore, every worker, the registry's subprocess. Returns None."""
+    _contained("register")
+
+
+def current() -> Process:
+    """The overlay in this process, with the patches of the series; made by the first call."""
+    with _lock:
+        if _process:
+            return _process[0]
+        from .guards import GUARDS
+        from .patches import SERIES  # type: ignore[import-not-found]  # a folder of that name only once it is installed
+        from .process import Process
+
+        _process.append(Process(SERIES, GUARDS))
+        return _process[0]
+
+
+def _contained(door: str) -> None:
+    """vLLM calls us unguarded in some releases: no error of ours reaches it (strict mode's SystemExit is no error)."""
+    try:
+        getattr(current(), door)()
+    except Exception as error:
+        logging.getLogger("vllm.rocm_fixes").warning(
+            "%s failed, stock is kept: %s: %s", door, type(error).__name__, error
+        )

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.machinery
+import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -132,6 +134,13 @@ def source_of(name: str, loader: Any) -> tuple[bytes | str | None, str]:
         return loader.get_data(filename), filename
     source: str | None = loader.get_source(name)
     return source, filename
+
+
+def locate(name: str, root: Path) -> importlib.machinery.ModuleSpec | None:
+    """The stock spec of a module below root (a folder or a place in an archive), without importing its parents."""
+    parent = root.joinpath(*name.split(".")[:-1])
+    importer = pkgutil.get_importer(str(parent))
+    return importer.find_spec(name) if importer is not None and hasattr(importer, "find_spec") else None
 
 
 def install(finder: Finder) -> None:

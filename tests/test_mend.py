@@ -1,0 +1,102 @@
+"""Source in, mended tree and outcomes out."""
+
+import ast
+
+import pytest
+
+from vllm_rocm_fixes.mend import mend
+from vllm_rocm_fixes.patch import Patch, Site, clear, needed, unknown
+
+pytestmark = pytest.mark.unit
+STOCK = "def f():\n    return 'early'\n\n\ndef g():\n    return 'stock'\n"
+
+
+def patch(name="one", word="early", better="late", **other):
+    """A patch that turns one string into another, and is unknown where neither is there."""
+
+    def strings(tree):
+        return [n for n in ast.walk(tree) if isinstance(n, ast.Constant)]
+
+    def examine(tree):
+        found = {n.value for n in strings(tree)}
+        return needed(word) if word in found else clear(better) if better in found else unknown(f"neither in {found}")
+
+    def edit(tree):
+        for node in strings(tree):
+            if node.value == word:
+                node.value = better
+
+    fields = dict(name=name, module="m", summary="", origin=(), since="0.14.0", until=None, examine=examine, mend=edit)
+    return Patch(**{**fields, **other})
+
+
+def run(code):
+    namespace = {}
+    exec(code, namespace)
+    return namespace
+
+
+def test_a_needed_patch_is_applied_and_a_second_round_changes_nothing():
+    first = mend(STOCK, "m.py", [patch()])
+    assert [o.applied for o in first.outcomes] == [True]
+    assert run(first.code)["f"]() == "late"
+    again = mend(ast.unparse(first.tree), "m.py", [patch()])
+    assert again.outcomes[0].verdict.kind == "clear" and again.code is None
+
+
+def test_unknown_source_is_left_alone():
+    done = mend("def f(): return 'something else'\n", "m.py", [patch()])
+    assert done.outcomes[0].verdict.kind == "unknown" and done.tree is done.code is None
+
+
+@pytest.mark.parametrize(
+    "source", [b"def f(:\n", b"\xff\xfe\x00", "x = '\udc80'\n", b"\0", b"# coding: nonsense\n"], ids=repr
+)
+def test_source_that_does_not_parse_is_unknown(source):
+    done = mend(source, "m.py", [patch(), patch("two")])
+    assert [o.verdict.kind for o in done.outcomes] == ["unknown", "unknown"] and done.code is None
+
+
+def breaks_halfway(tree):
+    tree.body[1].body = []
+    raise RuntimeError("halfway")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(mend=breaks_halfway),
+        dict(mend=lambda tree: None),
+        dict(mend=lambda tree: tree.body.clear()),
+        dict(refuse=lambda site: 1 / 0),
+    ],
+    ids=["raises halfway", "does nothing", "loses the place", "refuse raises"],
+)
+def test_a_patch_that_fails_leaves_nothing_behind_and_takes_nobody_along(bad):
+    done = mend(STOCK, "m.py", [patch(), patch("bad", "stock", "mended", **bad), patch("third", "late", "latest")])
+    assert [o.applied for o in done.outcomes] == [True, False, True]
+    assert done.outcomes[1].failed
+    assert run(done.code)["g"]() == "stock" and run(done.code)["f"]() == "latest"
+
+
+def test_an_examination_that_breaks_is_unknown():
+    done = mend(STOCK, "m.py", [patch(examine=lambda tree: 1 / 0)])
+    assert done.outcomes[0].verdict.kind == "unknown" and "ZeroDivisionError" in done.outcomes[0].verdict.reason
+
+
+def test_a_tree_that_does_not_compile_is_not_used():
+    def edit(tree):
+        tree.body[0].body[0].value.value = "late"
+        tree.body.append(ast.Return(ast.Constant(1), lineno=1, col_offset=0))
+
+    done = mend(STOCK, "m.py", [patch(mend=edit)])
+    assert done.code is None and "compile" in done.outcomes[0].failed
+
+
+def test_a_patch_may_refuse_a_site_and_says_why():
+    def refuse(site):
+        return "without guard hip" if "hip" in site.skipped else None
+
+    assert mend(STOCK, "m.py", [patch(refuse=refuse)]).outcomes[0].applied
+    refused = mend(STOCK, "m.py", [patch(refuse=refuse)], Site(skipped=frozenset({"hip"})))
+    assert refused.outcomes[0].refused == "without guard hip" and refused.code is None

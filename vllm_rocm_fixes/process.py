@@ -1,0 +1,266 @@
+"""What the overlay does to one process, and what it says of it.
+
+The doors lead here. Nothing comes out of them but None: what isn't understood is left as stock has it, and said once.
+Strict mode is the exception, and it ends the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, Literal
+
+from . import settings
+from ._version import __version__
+from .guards import Guard
+from .importing import Finder, Loader, install, locate, source_of
+from .installed import missing, version
+from .live import NotStock, transplant
+from .mend import Mended, mend
+from .patch import Patch, Site, Verdict, unknown
+
+# vLLM shows INFO only below its own logger.
+logger = logging.getLogger("vllm.rocm_fixes")
+
+State = Literal["applied", "waiting", "clear", "absent", "unknown", "refused", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a patch in this process; "waiting": needed, and applied when the module is imported."""
+
+    patch: Patch
+    state: State
+    reason: str
+
+
+class Process:
+    """The series and the guards in one process."""
+
+    def __init__(self, series: Sequence[Patch], guards: Sequence[Guard]) -> None:
+        self.series, self.guards = series, guards
+        self.settings = settings.read([p.name for p in series] + [g.name for g in guards])
+        self.site = Site(skipped=self.settings.skip)
+        self.results: dict[str, Result] = {}
+        self._wanted = self._by_module(p for p in series if p.name not in self.settings.skip)
+        self._pending = set(self._wanted)  # modules not mended yet
+        self._surveyed: dict[str, tuple[bytes | str, str, Mended]] = {}
+        self._prepared = self._registered = False
+        self._said: set[str] = set()
+        self._lock = threading.RLock()
+
+    def prepare(self) -> None:
+        """Install finder and guards, and mend what is loaded. The second call does nothing."""
+        if self._prepared:
+            return
+        with self._lock:
+            if self._prepared:
+                return
+            self._prepared = True
+            for complaint in self.settings.complaints:
+                self._warn(complaint)
+            if self.settings.off:
+                logger.debug("vllm-rocm-fixes %s is switched off by ROCM_FIXES", __version__)
+                return
+            self.site = replace(self.site, root=self._root(), version=self._version())
+            for name in self.settings.skip:
+                patch = next((p for p in self.series if p.name == name), None)
+                if patch:
+                    self.results[name] = Result(patch, "skipped", "named in ROCM_FIXES_SKIP")
+            guards = [g for g in self.guards if g.name not in self.settings.skip]
+            packages = {
+                package: [g.around for g in guards if package in g.packages] for g in guards for package in g.packages
+            }
+            install(Finder({module: self._code for module in self._wanted}, packages, self._guard_failed))
+            self._mend_loaded()
+
+    def register(self) -> None:
+        """Prepare if that has not happened, mend what is loaded, examine what isn't, and say so in one line."""
+        if self._registered and not self._pending:
+            return
+        with self._lock:
+            self.prepare()
+            if self.settings.off:
+                self._registered = True
+                return
+            self._mend_loaded()
+            if self._registered:
+                return
+            self._registered = True
+            for module in sorted(self._pending):
+                self._survey(module)
+            self._hand_switches_to_ray()
+            logger.info("%s", self.line())
+
+    def line(self) -> str:
+        """One line: the overlay's and vLLM's versions, and what became of each patch and guard."""
+        groups: dict[str, list[str]] = {
+            "needed and applied": self._names("applied"),
+            "needed and applied when imported": self._names("waiting"),
+            "failed, stock kept": self._names("failed"),
+            "unknown, stock kept": self._names("unknown"),
+            "refused, stock kept": self._names("refused"),
+            "skipped": self._names("skipped"),
+            "clear": self._names("clear"),
+            "absent": self._names("absent"),
+        }
+        said = "; ".join(f"{', '.join(names)} {what}" for what, names in groups.items() if names)
+        guards = ", ".join(g.name for g in self.guards if g.name not in self.settings.skip)
+        release = self.site.version or "of unknown version"
+        return f"vllm-rocm-fixes {__version__} on vLLM {release}: {said}; guards {guards or 'none'}"
+
+    def _names(self, state: State) -> list[str]:
+        return [p.name for p in self.series if p.name in self.results and self.results[p.name].state == state]
+
+    @staticmethod
+    def _by_module(patches: Iterable[Patch]) -> dict[str, list[Patch]]:
+        modules: dict[str, list[Patch]] = {}
+        for patch in patches:
+            modules.setdefault(patch.module, []).append(patch)
+        return modules
+
+    @staticmethod
+    def _root() -> Path | None:
+        """The folder that holds the vllm being imported; a plugin is only called where there is one."""
+        folders = list(getattr(sys.modules.get("vllm"), "__path__", ()))
+        return Path(folders[0]).parent if folders else None
+
+    def _version(self) -> str | None:
+        root = self._root()
+        said = vars(sys.modules.get("vllm", object)).get("__version__")
+        return (version(root) if root else None) or (said if isinstance(said, str) else None)
+
+    # The import way
+
+    def _code(self, module: str, loader: Any) -> CodeType | None:
+        """The mended code of a module that is being imported, None where stock is kept."""
+        try:
+            source, filename = source_of(module, loader)
+            if source is None:
+                self._keep(module, "there is no source, only compiled code")
+                return None
+            mended = self._mend(module, source, filename)
+            self._surveyed.pop(module, None)
+            self._pending.discard(module)
+            self._record(mended, "applied", "while it was imported")
+            return mended.code
+        except Exception as error:
+            self._keep(module, f"{type(error).__name__}: {error}")
+            return None
+
+    def _mend(self, module: str, source: bytes | str, filename: str) -> Mended:
+        known = self._surveyed.get(module)
+        if known and known[:2] == (source, filename):
+            return known[2]
+        return mend(source, filename, self._wanted[module], self.site)
+
+    # The live way
+
+    def _mend_loaded(self) -> None:
+        for name in sorted(self._pending):
+            module = sys.modules.get(name)
+            spec = getattr(module, "__spec__", None)
+            if module is None or spec is None or getattr(spec, "_initializing", False):
+                continue
+            self._pending.discard(name)
+            if isinstance(spec.loader, Loader):
+                continue
+            try:
+                self._mend_live(name, module, spec.loader)
+            except Exception as error:
+                self._keep(name, f"{type(error).__name__}: {error}")
+
+    def _mend_live(self, name: str, module: ModuleType, loader: Any) -> None:
+        source, filename = source_of(name, loader)
+        if source is None:
+            self._keep(name, "there is no source, only compiled code")
+            return
+        mended = self._mend(name, source, filename)
+        if mended.code is None or mended.tree is None:
+            self._record(mended, "applied", "")
+            return
+        stock = compile(source, filename, "exec", dont_inherit=True)
+        try:
+            done = transplant(module, stock, mended.code, mended.tree)
+        except NotStock as doubt:
+            outcomes = tuple(
+                replace(o, failed=f"loaded before us: {doubt}") if o.applied else o for o in mended.outcomes
+            )
+            self._record(Mended(outcomes), "applied", "")
+            return
+        late = "; its module scope had run before" if done.scope_ran else ""
+        self._record(mended, "applied", f"live, in {', '.join([*done.changed, *done.added])}{late}")
+        for holder in done.unreached:
+            self._warn(f"{name} was loaded before us, and the old code stays in {holder}")
+
+    # What isn't loaded: only looked at
+
+    def _survey(self, module: str) -> None:
+        try:
+            root = self.site.root
+            spec = locate(module, root) if root else None
+            if root is None or spec is None:
+                for patch in self._wanted[module]:
+                    self._set(patch, missing(patch, root, self.site.version) if root else unknown("vLLM has no folder"))
+                return
+            source, filename = source_of(module, spec.loader)
+            if source is None:
+                self._keep(module, "there is no source, only compiled code")
+                return
+            mended = self._mend(module, source, filename)
+            self._surveyed[module] = source, filename, mended
+            self._record(mended, "waiting", "when it is imported")
+        except Exception as error:
+            self._keep(module, f"{type(error).__name__}: {error}")
+
+    # What is written down and said
+
+    def _record(self, mended: Mended, applied: State, way: str) -> None:
+        for outcome in mended.outcomes:
+            if outcome.failed or outcome.refused:
+                state: State = "failed" if outcome.failed else "refused"
+                self._put(Result(outcome.patch, state, outcome.failed or outcome.refused or ""))
+            elif outcome.applied:
+                self._put(Result(outcome.patch, applied, f"{outcome.verdict.reason}; {way}"))
+            else:
+                self._set(outcome.patch, outcome.verdict)
+
+    def _keep(self, module: str, reason: str) -> None:
+        for patch in self._wanted[module]:
+            self._set(patch, unknown(reason))
+
+    def _set(self, patch: Patch, verdict: Verdict) -> None:
+        if verdict.kind != "needed":
+            self._put(Result(patch, verdict.kind, verdict.reason))
+
+    def _put(self, result: Result) -> None:
+        self.results[result.patch.name] = result
+        said = f"{result.patch.name}: {result.state}, {result.reason} ({result.patch.module})"
+        if result.state in ("unknown", "failed"):
+            self._warn(f"{said}; stock is kept")
+            if self.settings.strict:
+                raise SystemExit(f"vllm-rocm-fixes (ROCM_FIXES_STRICT): {said}")
+        elif result.state == "refused":
+            self._warn(f"{said}; stock is kept")
+        else:
+            logger.debug("%s", said)
+
+    def _guard_failed(self, package: str, error: Exception) -> None:
+        self._warn(f"a guard of {package} failed and was left out: {type(error).__name__}: {error}")
+
+    def _warn(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
+
+    def _hand_switches_to_ray(self) -> None:
+        """Ray workers get the variables that the platform names (v1/executor/ray_executor.py, 0.14.0 to 0.33.0)."""
+        platform = vars(sys.modules.get("vllm.platforms", object)).get("_current_platform")
+        if platform is not None:
+            named = list(getattr(platform, "additional_env_vars", ()))
+            type(platform).additional_env_vars = named + [name for name in settings.SWITCHES if name not in named]
