@@ -1,1 +1,118 @@
-"""The command line."""
+"""The command line: one module for each command, and main().
+
+A command is a module of this package named in COMMANDS. It has `add_parser(subparsers)`, which adds its parser with
+`add_command` below, and `run(args) -> int`, which returns the exit status: 0 done, 1 what was asked for isn't so, 2 bad
+input or a refusal. Whatever stops a command for the user to mend is raised as Stop: main() prints it as one line.
+Only the module of the wanted command is imported, and none of them imports vLLM into this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .._version import __version__
+
+if TYPE_CHECKING:
+    from ..installed import Installation
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+PROGRAM = "vllm-rocm-fixes"
+COMMANDS = ("status",)
+
+
+class Stop(Exception):
+    """What stops a command, in one line: what, where, what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2 and one line on stderr."""
+        self.exit(2, f"{PROGRAM}: {message}; see {self.prog} --help\n")
+
+
+def add_command(
+    subparsers: Subparsers, name: str, run: Callable[[argparse.Namespace], int], summary: str, text: str = ""
+) -> argparse.ArgumentParser:
+    """A parser for one command; summary is its line in the overview, text what its own --help says below the usage."""
+    parser = subparsers.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.\n\n{text}".rstrip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_vllm_option(parser: argparse.ArgumentParser) -> None:
+    """The option --vllm DIR."""
+    parser.add_argument(
+        "--vllm",
+        metavar="DIR",
+        type=Path,
+        help="the folder that holds vllm/: an unpacked image's site-packages, or a checkout; without it, the vLLM that "
+        "this Python would import",
+    )
+
+
+def installation(args: argparse.Namespace) -> Installation:
+    """The vLLM that --vllm names, or the installed one. Raises Stop where there is none."""
+    from .. import installed
+
+    try:
+        return installed.find(args.vllm)
+    except LookupError as error:
+        raise Stop(str(error)) from error
+
+
+def build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the whole command line, with the parsers of the commands that are named."""
+    parser = Parser(
+        prog=PROGRAM,
+        description="See what vllm-rocm-fixes finds in a vLLM, what it would change there, and what it did.",
+        epilog=f"'{PROGRAM} COMMAND --help' tells more. Shell completion: eval \"$({PROGRAM} --completion bash)\"",
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    parser.add_argument(
+        "--completion", choices=("bash", "zsh", "fish"), help="print a completion script for that shell, and end"
+    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=Parser)
+    for name in commands:
+        importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status; argparse ends the process itself for --help and bad options."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    wanted = arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS
+    parser = build_parser(wanted)
+    args: Any = parser.parse_args(arguments)
+    try:
+        if args.completion:
+            from ._completion import script
+
+            print(script(args.completion, parser))
+            return 0
+        if args.command is None:
+            parser.error(f"a command is needed: {', '.join(COMMANDS)}")
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except Stop as stop:
+        print(f"{PROGRAM}: {stop}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
