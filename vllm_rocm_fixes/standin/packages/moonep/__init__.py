@@ -1,0 +1,5 @@
+"""Stand-in for MoonEP."""
+
+from rocm_standin import arrive
+
+arrive(__name__)
