@@ -1,0 +1,221 @@
+"""Take imports out of module scope: each happens when one of its names is first used.
+
+    defer(tree, lambda statement: bool(imports(statement, "mori")))
+
+moves the chosen statements, with the `if` conditions they stood under, into a function that binds their names in the
+module. Functions that read such a name ask for it first; `from module import name` and `module.name` find it through
+the module's `__getattr__` (PEP 562). A condition is moved too: `if has_mori():` is asked when a name is, not before.
+
+Once bound, a name is an ordinary global as in stock: what a test or a plugin has put there stays there.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .syntax import Block, Definition, Function, blocks, first_statement, parse_statements, place, replace, statements
+
+BINDER = "_rocm_fixes_late"  # the function that runs the moved statements
+
+
+def defer(
+    tree: ast.Module, chosen: Callable[[ast.stmt], bool], helper: tuple[str, str] = ("vllm_rocm_fixes.late", "need")
+) -> list[str]:
+    """Defer the chosen statements of module scope, in place. Returns the names they bind.
+
+    chosen is asked for every statement at module scope and under its `if`s, outermost first; a chosen `try` or `if`
+    moves as a whole. helper is the (module, function) that functions call before they read a name: helper(globals(),
+    *names). Raises ValueError where a name is needed at module scope after all, or nothing was chosen.
+    """
+    if any(isinstance(s, Definition) and s.name == BINDER for s in tree.body):
+        raise ValueError("imports of this module are deferred already")
+    groups, mark = [], None
+    for index, statement in enumerate(list(tree.body)):
+        found = _take(tree.body, statement, chosen, lambda taken: taken)
+        if found and mark is None:
+            mark = index, statement
+        groups += found
+    if mark is None:
+        raise ValueError("no statement was chosen")
+    bound = {name: None for group in groups for name in _bound(group)}
+    _refuse_early_use(tree, set(bound))
+    _supply_below(tree.body, set(bound), helper)
+    tree.body[mark[0] : mark[0]] = _binder(groups, list(bound), helper, mark[1])
+    _answer(tree, list(bound), mark[1])
+    return list(bound)
+
+
+def need(namespace: dict[str, Any], *names: str) -> None:
+    """Bind deferred names in a module's namespace. Raises what their import raises, and NameError as stock would."""
+    for name in names:
+        if name not in namespace and BINDER in namespace:
+            namespace[BINDER](name)
+        if name not in namespace:
+            raise NameError(f"name {name!r} is not defined: the conditions for its import do not hold", name=name)
+
+
+def resolve(namespace: dict[str, Any], name: str) -> object:
+    """What a module's `__getattr__` answers for a name. Raises AttributeError, with the reason where there is one."""
+    module = namespace.get("__name__")
+    try:
+        namespace[BINDER](name)
+    except Exception as error:
+        reason = f"module {module!r} has no attribute {name!r}: {type(error).__name__}: {error}"
+        raise AttributeError(reason, name=name) from error
+    try:
+        return namespace[name]
+    except KeyError:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name) from None
+
+
+def _take(
+    block: Block, statement: ast.stmt, chosen: Callable[[ast.stmt], bool], wrap: Callable[[Block], Block]
+) -> list[Block]:
+    """Take the chosen statements at or below one statement out of its block, in groups, each under its conditions."""
+    if chosen(statement):
+        replace(block, statement, [])
+        return [wrap([statement])]
+    if not isinstance(statement, ast.If):
+        return []
+    groups: list[Block] = []
+    for branch, holds in ((statement.body, True), (statement.orelse, False)):
+
+        def under(taken: Block, holds: bool = holds) -> Block:
+            test = copy.deepcopy(statement.test)
+            test = test if holds else place(ast.UnaryOp(ast.Not(), test), test)
+            return wrap([ast.copy_location(ast.If(test, taken, []), statement)])
+
+        together: Block = []
+        for inner in list(branch):
+            if chosen(inner):
+                replace(branch, inner, [])
+                together.append(inner)
+            else:
+                groups += _take(branch, inner, chosen, under)
+        groups += [under(together)] if together else []
+    if groups and not statement.body and not statement.orelse:
+        replace(block, statement, [])
+    elif not statement.body:
+        statement.body.append(ast.copy_location(ast.Pass(), statement))
+    return groups
+
+
+def _binder(groups: list[Block], names: list[str], helper: tuple[str, str], at: ast.stmt) -> Block:
+    code = f"def {BINDER}(name):\n    global {', '.join(names)}\n"
+    binder = parse_statements(code, at)[0]
+    assert isinstance(binder, ast.FunctionDef)
+    for group in groups:
+        own = _bound(group)
+        step = parse_statements(f"if name in {tuple(own)!r}:\n    pass", at)[0]
+        assert isinstance(step, ast.If)
+        step.body = _supply(group, set(names) - set(own), set(), helper)
+        binder.body.append(step)
+    return [binder]
+
+
+def _answer(tree: ast.Module, names: list[str], at: ast.stmt) -> None:
+    """Let the module's `__getattr__` find the names; one that is there already is asked for everything else."""
+    existing = [s for s in tree.body if isinstance(s, ast.FunctionDef) and s.name == "__getattr__"]
+    if existing:
+        name = existing[-1].args.args[0].arg
+        answer = f"if {name} in {tuple(names)!r}:\n    from vllm_rocm_fixes.late import resolve\n"
+        answer += f"    return resolve(globals(), {name})"
+        start = first_statement(existing[-1].body)
+        existing[-1].body[start:start] = parse_statements(answer, existing[-1].body[-1])
+        return
+    answer = "def __getattr__(name):\n    from vllm_rocm_fixes.late import resolve\n    return resolve(globals(), name)"
+    binder = next(i for i, s in enumerate(tree.body) if isinstance(s, ast.FunctionDef) and s.name == BINDER)
+    tree.body[binder + 1 : binder + 1] = parse_statements(answer, at)
+
+
+def _bound(block: Block) -> list[str]:
+    """The names that a block binds in its own scope, in the order of the source."""
+    found: dict[str, None] = {}
+    for _, statement in statements(block):
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            for alias in statement.names:
+                if alias.name == "*":
+                    raise ValueError(f"line {statement.lineno}: a star import can't be deferred")
+                plain = alias.name.split(".")[0] if isinstance(statement, ast.Import) else alias.name
+                found[alias.asname or plain] = None
+        elif isinstance(statement, Definition):
+            found[statement.name] = None
+        own = list(_own(statement))
+        # The variables of a comprehension are its own.
+        inner = {id(n) for c in own if isinstance(c, ast.comprehension) for n in ast.walk(c.target)}
+        stored = (n for n in own if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and id(n) not in inner)
+        found.update((node.id, None) for node in stored)
+    return list(found)
+
+
+def _own(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The nodes of a statement without the statements inside it: of an `if` its test, of a function its header."""
+    for child in ast.iter_child_nodes(statement):
+        if not isinstance(child, ast.stmt):
+            yield from _without_statements(child)
+
+
+def _without_statements(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.stmt):
+            yield from _without_statements(child)
+
+
+def _reads(statement: ast.stmt, names: set[str]) -> set[str]:
+    own = (n for n in _own(statement) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store))
+    return {node.id for node in own} & names
+
+
+def _refuse_early_use(tree: ast.Module, names: set[str]) -> None:
+    """Raise ValueError where module scope, or a class body in it, reads or binds one of the names."""
+
+    def look(block: Block) -> None:
+        for statement in block:
+            for name in sorted(_reads(statement, names)):
+                raise ValueError(f"line {statement.lineno}: {name} is read at module scope")
+            if not isinstance(statement, Function):
+                for inner in blocks(statement):
+                    look(inner)
+
+    look(tree.body)
+    for name in sorted(names & set(_bound(tree.body))):
+        raise ValueError(f"{name} is bound at module scope in another place too")
+
+
+def _supply_below(block: Block, names: set[str], helper: tuple[str, str]) -> None:
+    for statement in block:
+        if isinstance(statement, Function):
+            statement.body = _supply(statement.body, names - _locals(statement), set(), helper)
+        else:
+            for inner in blocks(statement):
+                _supply_below(inner, names, helper)
+
+
+def _supply(block: Block, names: set[str], done: set[str], helper: tuple[str, str]) -> Block:
+    """The block, with a call of the helper before each statement that is the first to read a name."""
+    supplied: Block = []
+    for statement in block:
+        missing = sorted(_reads(statement, names) - done)
+        if missing:
+            module, function = helper
+            asked = ", ".join(map(repr, missing))
+            code = f"from {module} import {function}\n{function}(globals(), {asked})"
+            supplied += parse_statements(code, statement)
+            done |= set(missing)
+        inside = names - _locals(statement) if isinstance(statement, Function) else names
+        for inner in blocks(statement):
+            inner[:] = _supply(list(inner), inside, set(done), helper)
+        supplied.append(statement)
+    return supplied
+
+
+def _locals(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """The names that are a function's own: its arguments and what it binds, without what it declares global."""
+    every = [s for _, s in statements(function.body)]
+    shared = {name for s in every if isinstance(s, ast.Global) for name in s.names}
+    arguments = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+    return (arguments | set(_bound(function.body))) - shared
