@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.machinery
+import os
 import pkgutil
 import sys
 import threading
@@ -17,15 +18,15 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-Coder = Callable[[str, Any], CodeType | None]
+Coder = Callable[[str, Any, str | None], CodeType | None]
 Around = Callable[[str], AbstractContextManager[None]]
 
 
 class Finder:
     """Answers for the modules that are mended or guarded; any other name costs one look-up in a dictionary.
 
-    coders: for each module to be mended, what gives its code (called with the name and the stock loader; None keeps
-    stock). guards: for each guarded package, the contexts in which it is executed; one that raises ImportError
+    coders: for each module to be mended, what gives its code (called with the name, the stock loader and the spec's
+    origin; None keeps stock). guards: for each guarded package, the contexts in which it is executed; one that raises ImportError
     forbids the import, any other error of its own is passed to on_error.
     """
 
@@ -53,7 +54,8 @@ class Finder:
         finally:
             busy.discard(name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = Loader(spec.loader, self._coders.get(name), self._guards.get(name, ()), self._on_error)  # type: ignore[assignment]
+            loader = Loader(spec, self._coders.get(name), self._guards.get(name, ()), self._on_error)
+            spec.loader = loader  # type: ignore[assignment]
         return spec
 
     def _stock_spec(
@@ -72,9 +74,14 @@ class Loader:
     """Stands before the stock loader of one module; whatever it doesn't do itself, the stock loader does."""
 
     def __init__(
-        self, stock: Any, coder: Coder | None, guards: Sequence[Around], on_error: Callable[[str, Exception], None]
+        self,
+        spec: importlib.machinery.ModuleSpec,
+        coder: Coder | None,
+        guards: Sequence[Around],
+        on_error: Callable[[str, Exception], None],
     ) -> None:
-        self.stock, self._coder, self._guards, self._on_error = stock, coder, guards, on_error
+        self.stock: Any = spec.loader
+        self._origin, self._coder, self._guards, self._on_error = spec.origin, coder, guards, on_error
 
     def __getattr__(self, name: str) -> Any:
         if name == "stock":  # an instance that copy or pickle made without __init__
@@ -88,13 +95,13 @@ class Loader:
 
     def get_code(self, name: str) -> CodeType | None:
         """The mended code, or the stock loader's where stock is kept."""
-        code = self._coder(name, self.stock) if self._coder else None
+        code = self._coder(name, self.stock, self._origin) if self._coder else None
         stock: CodeType | None = code or self.stock.get_code(name)
         return stock
 
     def exec_module(self, module: ModuleType) -> None:
         """Execute the mended code inside the guards; where stock is kept, let the stock loader do it."""
-        code = self._coder(module.__name__, self.stock) if self._coder else None
+        code = self._coder(module.__name__, self.stock, self._origin) if self._coder else None
         with ExitStack() as guards:
             for guard in self._guards:
                 guards.enter_context(self._contained(guard, module.__name__))
@@ -124,16 +131,16 @@ class Loader:
                 self._on_error(name, error)
 
 
-def source_of(name: str, loader: Any) -> tuple[bytes | str | None, str]:
-    """A module's source as its loader holds it, and the file name that goes into code objects; None: it has no source.
+def source_of(name: str, loader: Any, origin: str | None) -> tuple[bytes | str | None, str]:
+    """A module's source, None where it has none, and the file name that goes into code objects.
 
-    Bytes where there is a file, so that its encoding is the parser's business; raises what the loader raises.
+    Bytes where there is a file, so that its encoding is the parser's business. Raises what reading raises.
     """
-    filename: str = loader.get_filename(name)
-    if isinstance(loader, importlib.machinery.SourceFileLoader):
-        return loader.get_data(filename), filename
-    source: str | None = loader.get_source(name)
-    return source, filename
+    if origin and origin.endswith(".py") and os.path.isfile(origin):
+        return Path(origin).read_bytes(), origin
+    get_source = getattr(loader, "get_source", None)
+    source: str | None = get_source(name) if get_source else None
+    return source, origin or f"<{name}>"
 
 
 def locate(name: str, root: Path) -> importlib.machinery.ModuleSpec | None:

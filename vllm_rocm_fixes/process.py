@@ -137,10 +137,10 @@ class Process:
 
     # The import way
 
-    def _code(self, module: str, loader: Any) -> CodeType | None:
+    def _code(self, module: str, loader: Any, origin: str | None) -> CodeType | None:
         """The mended code of a module that is being imported, None where stock is kept."""
         try:
-            source, filename = source_of(module, loader)
+            source, filename = source_of(module, loader, origin)
             if source is None:
                 self._keep(module, "there is no source, only compiled code")
                 return None
@@ -171,12 +171,12 @@ class Process:
             if isinstance(spec.loader, Loader):
                 continue
             try:
-                self._mend_live(name, module, spec.loader)
+                self._mend_live(name, module, spec.loader, spec.origin)
             except Exception as error:
                 self._keep(name, f"{type(error).__name__}: {error}")
 
-    def _mend_live(self, name: str, module: ModuleType, loader: Any) -> None:
-        source, filename = source_of(name, loader)
+    def _mend_live(self, name: str, module: ModuleType, loader: Any, origin: str | None) -> None:
+        source, filename = source_of(name, loader, origin)
         if source is None:
             self._keep(name, "there is no source, only compiled code")
             return
@@ -208,7 +208,7 @@ class Process:
                 for patch in self._wanted[module]:
                     self._set(patch, missing(patch, root, self.site.version) if root else unknown("vLLM has no folder"))
                 return
-            source, filename = source_of(module, spec.loader)
+            source, filename = source_of(module, spec.loader, spec.origin)
             if source is None:
                 self._keep(module, "there is no source, only compiled code")
                 return

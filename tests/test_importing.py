@@ -1,0 +1,290 @@
+"""The import way: a module that isn't loaded yet is compiled from its mended tree, and all else stays stock's."""
+
+import json
+import os
+import py_compile
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+# A package of three lines stands for vLLM here: what is tested is the delivery, on any file.
+STOCK = textwrap.dedent('''\
+    """A stock module."""
+    import inspect, os
+
+
+    def edited():
+        # a comment that the file keeps
+        return "stock"
+
+
+    def untouched():
+        raise LookupError("line 12 of the file")  # LINE
+    ''')
+
+# What a child runs first: a finder that turns "stock" into "mended" in shop.goods, through the engine's own mend.
+ENGINE = textwrap.dedent("""\
+    import ast, json, sys, traceback, inspect, importlib, os
+    from vllm_rocm_fixes.importing import Finder, install, source_of
+    from vllm_rocm_fixes.mend import mend
+    from vllm_rocm_fixes.patch import Patch, needed, clear
+
+    def strings(tree):
+        return [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value == "stock"]
+
+    def edit(tree):
+        for node in strings(tree):
+            node.value = "mended"
+
+    PATCH = Patch("one", "shop.goods", "", (), "0", None, lambda t: needed("") if strings(t) else clear(""), edit)
+    calls, errors = [], []
+
+    def coder(name, loader, origin):
+        calls.append(name)
+        source, filename = source_of(name, loader, origin)
+        return mend(source, filename, [PATCH]).code if source is not None else None
+
+    def enter(guards={}):
+        install(Finder({"shop.goods": coder}, guards, lambda *e: errors.append(e)))
+    """)
+
+
+@pytest.fixture
+def shop(tmp_path):
+    folder = tmp_path / "site" / "shop"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "goods.py").write_text(STOCK)
+    return folder
+
+
+def child(code, *paths, options=(), **environ):
+    """What the code prints as JSON, in a fresh interpreter with these places on its path."""
+    environ = {"PYTHONPATH": os.pathsep.join(map(str, paths)), **environ}
+    environ = {**{k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}, **environ}
+    done = subprocess.run(
+        [sys.executable, *options, "-c", ENGINE + textwrap.dedent(code)],
+        env=environ, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_traceback_source_and_names_are_those_of_the_file(shop):
+    said = child(
+        """
+        enter()
+        import shop.goods as goods
+        try:
+            goods.untouched()
+        except LookupError as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+        print(json.dumps({
+            "edited": goods.edited(), "line": [last.filename, last.lineno, last.line],
+            "source": inspect.getsource(goods.untouched), "file": goods.__file__, "doc": goods.__doc__,
+            "whole": inspect.getsource(goods), "edited line": goods.edited.__code__.co_firstlineno,
+            "again": importlib.reload(goods).edited(),
+        }))
+        """,
+        shop.parent,
+    )
+    lines = STOCK.splitlines()
+    number = next(i for i, line in enumerate(lines, 1) if "LINE" in line)
+    assert said["edited"] == said["again"] == "mended"
+    assert said["line"] == [str(shop / "goods.py"), number, lines[number - 1].strip()]
+    assert said["source"] == "\n".join(lines[number - 2 : number]) + "\n"
+    assert said["whole"] == STOCK and said["file"] == str(shop / "goods.py") and said["doc"] == "A stock module."
+    assert said["edited line"] == 5
+
+
+@pytest.mark.parametrize("options", [(), ("-O",), ("-OO",)], ids=["", "-O", "-OO"])
+def test_the_stock_pyc_is_neither_written_nor_read(shop, options):
+    run = "enter()\nimport shop.goods as g\nprint(json.dumps([g.edited(), calls]))"
+    plain = "import shop.goods as g\nprint(json.dumps(g.edited()))"
+    assert child(run, shop.parent, options=options) == ["mended", ["shop.goods"]]
+    cached = list((shop / "__pycache__").glob("goods*"))
+    assert cached == []
+    assert child(plain, shop.parent, options=options) == "stock"
+    (written,) = (shop / "__pycache__").glob("goods*")
+    before = written.read_bytes()
+    assert child(run, shop.parent, options=options)[0] == "mended"
+    assert written.read_bytes() == before
+    assert child(plain, shop.parent, options=options) == "stock"
+
+
+def test_a_zip_archive(shop, tmp_path):
+    archive = tmp_path / "shop.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        for path in shop.glob("*.py"):
+            packed.write(path, f"shop/{path.name}")
+    said = child(
+        """
+        enter()
+        import shop.goods as goods
+        print(json.dumps([goods.edited(), goods.__file__, inspect.getsource(goods.untouched).split()[1]]))
+        """,
+        archive,
+    )
+    assert said == ["mended", str(archive / "shop" / "goods.py"), "untouched():"]
+
+
+def test_an_editable_installation(shop, tmp_path):
+    """setuptools installs a finder of its own for some layouts; a real one, made by pip, is asked here."""
+    project = tmp_path / "project"
+    source = project / "elsewhere" / "shop"
+    source.parent.mkdir(parents=True)
+    shop.rename(source)
+    (project / "setup.py").write_text(
+        "from setuptools import setup\nsetup(name='shop', packages=['shop'], package_dir={'shop': 'elsewhere/shop'})\n"
+    )
+    target = tmp_path / "target"
+    make = "from setuptools.build_meta import build_editable; build_editable('.')"
+    subprocess.run([sys.executable, "-c", make], cwd=project, check=True, capture_output=True)
+    (wheel,) = project.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(target)
+    said = child(
+        f"""
+        import site
+        site.addsitedir({str(target)!r})
+        enter()
+        import shop.goods as goods
+        print(json.dumps([goods.edited(), goods.__file__]))
+        """,
+    )
+    assert said == ["mended", str(source / "goods.py")]
+
+
+def test_beside_pytests_assertion_rewriting(shop, tmp_path):
+    """The same module is registered for rewriting; a test file beside it still gets pytest's own messages."""
+    (tmp_path / "conftest.py").write_text(ENGINE + "enter()\nimport pytest\npytest.register_assert_rewrite('shop')\n")
+    (tmp_path / "test_it.py").write_text(
+        "def test_it():\n    from shop.goods import edited\n    assert edited() == 'mended'\n"
+        "def test_message():\n    left = 1\n    assert left == 2\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(shop.parent)}, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "1 failed, 1 passed" in done.stdout and "assert 1 == 2" in done.stdout, done.stdout + done.stderr
+
+
+def test_threads_that_import_at_once_get_one_mended_module(shop):
+    said = child(
+        """
+        import threading
+        enter()
+        start, found = threading.Barrier(16), []
+
+        def run():
+            start.wait()
+            import shop.goods as goods
+            found.append((id(goods), goods.edited()))
+
+        threads = [threading.Thread(target=run) for _ in range(16)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        print(json.dumps([len(found), len(set(found)), found[0][1], calls]))
+        """,
+        shop.parent,
+    )
+    assert said == [16, 1, "mended", ["shop.goods"]]
+
+
+def test_without_source_stock_is_kept(shop):
+    py_compile.compile(str(shop / "goods.py"), cfile=str(shop / "goods.pyc"))
+    (shop / "goods.py").unlink()
+    said = child("enter()\nimport shop.goods as g\nprint(json.dumps([g.edited(), calls]))", shop.parent)
+    assert said == ["stock", ["shop.goods"]]
+
+
+def test_guards_are_around_the_module_and_their_errors_stay_inside(shop):
+    said = child(
+        """
+        import contextlib
+        log = []
+
+        @contextlib.contextmanager
+        def good(name):
+            log.append("in " + name)
+            try:
+                yield
+            finally:
+                log.append("out")
+
+        def breaks(name):
+            raise RuntimeError("guard")
+
+        @contextlib.contextmanager
+        def breaks_late(name):
+            yield
+            raise RuntimeError("late")
+
+        enter({"shop.goods": [good, breaks, breaks_late]})
+        import shop.goods as goods
+        print(json.dumps([goods.edited(), log, [str(e) for _, e in errors]]))
+        """,
+        shop.parent,
+    )
+    assert said == ["mended", ["in shop.goods", "out"], ["guard", "late"]]
+
+
+def test_a_guard_may_forbid_an_import(shop):
+    said = child(
+        """
+        def forbids(name):
+            raise ImportError(name + " would abort the interpreter")
+
+        enter({"shop.goods": [forbids]})
+        try:
+            import shop.goods
+        except ImportError as error:
+            print(json.dumps([str(error), "shop.goods" in sys.modules, errors]))
+        """,
+        shop.parent,
+    )
+    assert said == ["shop.goods would abort the interpreter", False, []]
+
+
+def test_an_error_in_the_module_leaves_through_the_guards(shop):
+    (shop / "goods.py").write_text('x = "stock"\nraise SystemExit(3)\n')
+    said = child(
+        """
+        import contextlib
+        log = []
+
+        @contextlib.contextmanager
+        def good(name):
+            try:
+                yield
+            finally:
+                log.append("out")
+
+        enter({"shop.goods": [good]})
+        try:
+            import shop.goods
+        except SystemExit as end:
+            print(json.dumps([end.code, log, "shop.goods" in sys.modules]))
+        """,
+        shop.parent,
+    )
+    assert said == [3, ["out"], False]
+
+
+def test_run_with_m(shop):
+    (shop / "goods.py").write_text('import json\nif __name__ == "__main__":\n    print(json.dumps("stock"))\n')
+    assert child("enter()\nimport runpy\nrunpy.run_module('shop.goods', run_name='__main__')", shop.parent) == "mended"
+
+
+def test_locate_finds_without_importing(shop, tmp_path):
+    from vllm_rocm_fixes.importing import locate
+
+    found = locate("shop.goods", shop.parent)
+    assert found is not None and Path(found.origin) == shop / "goods.py" and "shop" not in sys.modules
+    assert locate("shop.nothing", shop.parent) is None and locate("none.at.all", tmp_path) is None
