@@ -2,4 +2,9 @@
 
 from vllm_rocm_fixes.patch import Patch
 
-SERIES: tuple[Patch, ...] = ()
+from . import aiter_ops, sampler
+
+SERIES: tuple[Patch, ...] = (
+    sampler.PATCH,
+    aiter_ops.PATCH,
+)

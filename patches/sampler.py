@@ -1,0 +1,227 @@
+"""TopKTopPSampler: AITER is imported by the first request that can use it, and its failure costs no request.
+
+What stock does. With VLLM_ROCM_USE_AITER=1 on ROCm, 0.14.0 to 0.23.0 import aiter.ops.sampling while a sampler is
+made: seconds, or a JIT build of minutes, in every worker. Up to 0.22.1 that buys nothing, because forward_hip holds
+AITER's sampler off by a constant; 0.23.0 uses it, and no release has the switch that #26084 and #43331 promised.
+0.24.0 to 0.33.0 import with the first request, but let errors through: up to 0.32.0 anything but ImportError, and any
+error of the kernel call; in 0.33.0 SystemExit at both, KeyError and others at the call, and on gfx1250 everything.
+What a user sees. AITER raises SystemExit when its JIT build fails, RuntimeError or KeyError for a GPU it doesn't know,
+OSError where its folders can't be written: the worker ends, and the engine with it.
+The edit. __init__ keeps all it does but the import. forward_hip keeps all its decisions (per-request generators,
+no top-k and top-p, fp64 noise, processed logprobs, gfx1250); where it would use AITER it returns answer(...) below.
+Up to 0.22.1 that place is still never reached. Nothing touches the logits before a kernel has answered (aiter_sample
+works on their softmax), so the native sampler gets what AITER got.
+SystemExit from a signal handler, which is how vLLM's workers are told to stop, isn't a failure of AITER: it ends the
+process as before, and so does KeyboardInterrupt.
+
+ROCM_FIXES_AITER_SAMPLER=0 keeps AITER's sampler alone off (segmentation faults, #57162, can't be caught).
+
+Origin: vLLM #44823, merged for 0.24.0; #57162 and the call-time handler of 0.33.0 for the rest.
+Since 0.14.0, until no release yet. Delete this file when the oldest supported release catches SystemExit at both.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
+from vllm_rocm_fixes.settings import flag
+from vllm_rocm_fixes.syntax import (
+    Block,
+    Function,
+    calls,
+    find,
+    first_statement,
+    function,
+    imports,
+    names,
+    parse_statements,
+    replace,
+    statements,
+)
+
+_LOG = logging.getLogger("vllm.rocm_fixes.sampler")
+_CLASS = "TopKTopPSampler"
+_IMPORT = "import aiter.ops.sampling"
+_LOAD = "self.aiter_ops = torch.ops.aiter"
+_NATIVE = "return self.forward_native(logits, generators, k, p)"
+_LOADED = "self.aiter_ops is None and (not self._init_aiter_ops())"
+# What forward_hip returns where it uses AITER, and what answer() needs to know of it beside the request.
+_USES = {
+    "(self.aiter_sample(logits, k, p, generators), None)": "",
+    "(_aiter_temp_gumbel_sample(logits, generators), None)": ", kernel=_aiter_temp_gumbel_sample",
+}
+_IMPORTERS = {"__init__", "_init_aiter_ops", "_aiter_temp_gumbel_sample"}
+
+
+def answer(sampler: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any, *, kernel: Any = None) -> Any:
+    """What forward_hip returns for a request that AITER can serve: (token ids, None), from AITER or the native sampler.
+
+    kernel stands in for sampler.aiter_sample where stock calls another (gfx1250). After a failure, or where AITER's
+    sampler is switched off, this sampler stays native. KeyboardInterrupt and a signal's SystemExit are raised.
+    """
+    if not flag("ROCM_FIXES_AITER_SAMPLER", True):
+        if _stay_native(sampler):
+            _LOG.info("AITER's sampler is switched off (ROCM_FIXES_AITER_SAMPLER): PyTorch's native sampler answers")
+    elif not getattr(sampler, "_aiter_ops_import_failed", False):
+        states = {i: generator.get_state() for i, generator in generators.items()}
+        doing = "its import failed"
+        try:
+            if kernel is None and getattr(sampler, "aiter_ops", None) is None:
+                import_module("aiter.ops.sampling")
+                sampler.aiter_ops = import_module("torch").ops.aiter
+            doing = "its kernel failed"
+            return sampler.aiter_sample(logits, k, p, generators) if kernel is None else kernel(
+                logits, generators
+            ), None
+        except (Exception, SystemExit) as error:
+            if _is_interruption(error):
+                raise
+            for i, generator in generators.items():
+                generator.set_state(states[i])  # a seed gives what it gives without AITER
+            _stay_native(sampler)
+            reason = f"{type(error).__name__}: {error}"
+            _LOG.warning("AITER's sampler is given up, %s (%s): PyTorch's native sampler answers", doing, reason)
+            _LOG.debug("Where AITER's sampler failed:", exc_info=True)
+    return sampler.forward_native(logits, generators, k, p)
+
+
+def _stay_native(sampler: Any) -> bool:
+    """Take AITER out of a sampler for good. False: it was out before."""
+    fresh = not getattr(sampler, "_aiter_ops_import_failed", False)  # stock's own mark, from 0.24.0 on
+    sampler._aiter_ops_import_failed = True
+    sampler.forward = sampler.forward_native
+    return fresh
+
+
+def _is_interruption(error: BaseException) -> bool:
+    """Somebody wants the process to stop: Ctrl-C or a signal handler's SystemExit, also where AITER made it another."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return any(isinstance(e, KeyboardInterrupt) or (isinstance(e, SystemExit) and _from_handler(e)) for e in chain)
+
+
+def _from_handler(error: BaseException) -> bool:
+    """A signal handler raised it: its frame was handed the signal's number and the frame that it interrupted."""
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        values = list(step.tb_next.tb_frame.f_locals.values())
+        values = [v for value in values for v in (value if type(value) is tuple else (value,))]
+        if any(type(a) is int and b is step.tb_frame for a, b in pairwise(values)):
+            return True
+        step = step.tb_next
+    return False
+
+
+def examine(tree: ast.Module) -> Verdict:
+    """Whether making a sampler imports AITER, and whether a request survives what AITER raises."""
+    init, hip = function(tree, f"{_CLASS}.__init__"), function(tree, f"{_CLASS}.forward_hip")
+    if init is None or hip is None:
+        return unknown(f"looked for {_CLASS}.__init__ and {_CLASS}.forward_hip, one each")
+    importers = [f for f in find(tree, ast.FunctionDef) if imports(f, "aiter")]
+    if {f.name for f in importers} - _IMPORTERS or len(imports(tree, "aiter")) != len(importers):
+        return unknown("AITER is imported in places that aren't known")
+    eager, uses = _eager(init), _uses(hip)
+    if init in importers and eager is None:
+        return unknown(f"{_CLASS}.__init__ imports AITER in a way that isn't known")
+    caught = [s for s in find(hip, ast.Try) if _catches_all(s)]
+    for name in ("self.aiter_sample", "_aiter_temp_gumbel_sample"):
+        known = [*(s for _, s, _ in uses), *caught]
+        if len(calls(tree, name)) != sum(len(calls(s, name)) for s in known):
+            return unknown(f"{name} is called in a way that isn't known")
+    if eager:
+        return needed("making a sampler imports AITER, and its failures end the worker")
+    load = function(tree, f"{_CLASS}._init_aiter_ops")
+    if calls(hip, "self._init_aiter_ops") and (load is None or not _loads(load)):
+        return unknown(f"{_CLASS}._init_aiter_ops doesn't load AITER in a way that is known")
+    if uses:
+        return needed("AITER is imported late, but its failures end the worker")
+    if load and calls(hip, "self._init_aiter_ops") and not any(_catches_all(s) for s in find(load, ast.Try)):
+        return unknown("forward_hip catches what AITER's kernel raises, but not what its import raises")
+    return clear("AITER is imported by a request that can use it, and its failures are caught")
+
+
+def mend(tree: ast.Module) -> None:
+    """Take the import out of __init__, and let answer() use AITER where forward_hip did."""
+    init, hip = function(tree, f"{_CLASS}.__init__"), function(tree, f"{_CLASS}.forward_hip")
+    assert init is not None and hip is not None, "examine() found both"
+    eager = _eager(init)
+    if eager:
+        block, attempt = eager
+        kept = [s for s in attempt.body if not isinstance(s, ast.Import) and ast.unparse(s) != _LOAD]
+        replace(block, attempt, [*parse_statements("self.aiter_ops = None", attempt), *kept])
+    for block, statement, extra in _uses(hip):
+        code = f"from {__name__} import answer\nreturn answer(self, logits, generators, k, p{extra})"
+        replace(block, statement, parse_statements(code, statement))
+    for block, statement in statements(hip.body):
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == _LOADED:
+            replace(block, statement, [])
+
+
+def _eager(init: Function) -> tuple[Block, ast.Try] | None:
+    """The try statement that imports AITER while a sampler is made, and the block that holds it; None: not there."""
+    for block, statement in statements(init.body):
+        if isinstance(statement, ast.Try) and not statement.orelse and not statement.finalbody:
+            body = [ast.unparse(s) for s in statement.body]
+            if body[0] == _IMPORT and {_LOAD, "self.forward = self.forward_hip"} <= set(body):
+                return (block, statement) if len(imports(init, "aiter")) == 1 else None
+    return None
+
+
+def _loads(load: Function) -> bool:
+    """_init_aiter_ops does what answer() does in its place, and nothing else."""
+    body = load.body[first_statement(load.body) :]
+    attempts = [s for s in body if isinstance(s, ast.Try) and [ast.unparse(t) for t in s.body] == [_IMPORT]]
+    rest = [ast.unparse(s) for s in body if s not in attempts]
+    known = ["if self._aiter_ops_import_failed:\n    return False", _LOAD, "return True"]
+    return len(attempts) == 1 and rest == known and _ends(attempts[0], "return False")
+
+
+def _uses(hip: Function) -> list[tuple[Block, ast.stmt, str]]:
+    """Where forward_hip returns what AITER sampled, unless all that can be raised there is caught already."""
+    found: list[tuple[Block, ast.stmt, str]] = []
+    done: list[ast.stmt] = []
+    for block, statement in statements(hip.body):
+        if isinstance(statement, ast.Try) and _catches_all(statement):
+            done += [s for _, s in statements(statement.body)]
+        inner = statement
+        if isinstance(statement, ast.Try) and len(statement.body) == 1 and _ends(statement, _NATIVE):
+            inner = statement.body[0]
+        extra = _USES.get(ast.unparse(inner.value)) if isinstance(inner, ast.Return) and inner.value else None
+        if extra is not None and inner not in done:
+            found.append((block, statement, extra))
+            done.append(inner)
+    return found
+
+
+def _ends(attempt: ast.Try, last: str) -> bool:
+    """A try statement has one handler, which ends like that, and no else or finally."""
+    plain = len(attempt.handlers) == 1 and not attempt.orelse and not attempt.finalbody
+    return plain and ast.unparse(attempt.handlers[0].body[-1]) == last
+
+
+def _catches_all(attempt: ast.Try) -> bool:
+    """A try statement catches SystemExit and every Exception."""
+    caught: set[str] = set()
+    for handler in attempt.handlers:
+        caught |= names(handler.type) if handler.type else {"BaseException"}
+    return "BaseException" in caught or {"Exception", "SystemExit"} <= caught
+
+
+PATCH = Patch(
+    name="sampler",
+    module="vllm.v1.sample.ops.topk_topp_sampler",
+    summary="AITER's sampler is imported by the first request that can use it; when it fails, the native one answers",
+    origin=("vllm-project/vllm#44823", "vllm-project/vllm#43331", "vllm-project/vllm#57162"),
+    since="0.14.0",
+    until=None,
+    examine=examine,
+    mend=mend,
+)
