@@ -1,0 +1,180 @@
+"""The live way: whoever holds a function of a loaded module gets the mended code, or is named."""
+
+import ast
+import functools
+import types
+
+import pytest
+
+from vllm_rocm_fixes import live
+from vllm_rocm_fixes.live import NotStock, transplant
+
+pytestmark = pytest.mark.unit
+
+STOCK = """
+import functools
+
+def plain(x):
+    return "stock"
+
+@functools.cache
+def cached(x):
+    return "stock"
+
+class Base:
+    def said(self):
+        return "base"
+
+class Thing(Base):
+    def method(self):
+        return super().said() + " stock"
+
+    @property
+    def prop(self):
+        return "stock"
+
+    @prop.setter
+    def prop(self, value):
+        self.value = "stock"
+
+    @staticmethod
+    def static():
+        return "stock"
+
+    @classmethod
+    def klass(cls):
+        return "stock"
+
+    @functools.cached_property
+    def lazy(self):
+        return "stock"
+
+def maker():
+    def inner():
+        return "stock"
+    return inner
+
+def hiding(function):
+    def wrapper(*args):
+        return function(*args)
+    return wrapper
+
+@hiding
+def hidden():
+    return "stock"
+
+def running():
+    yield "stock"
+    yield "stock"
+
+def same_in_both(x):
+    return [x for _ in range(2)]
+"""
+MENDED = STOCK.replace('"stock"', '"mended"').replace(' stock"', ' mended"')
+
+
+def load(source=STOCK):
+    module = types.ModuleType("goods")
+    exec(compile(source, "goods.py", "exec"), vars(module))
+    return module
+
+
+def mend(module, mended=MENDED, stock=STOCK):
+    code = [compile(source, "goods.py", "exec") for source in (stock, mended)]
+    return transplant(module, *code, ast.parse(mended))
+
+
+def test_every_holder_follows():
+    goods = load()
+    thing = goods.Thing()
+    by_dictionary, by_name, bound = {"level": goods.plain}, goods.plain, thing.method
+    partial, copy = functools.partial(goods.plain, 1), types.FunctionType(goods.plain.__code__, vars(goods))
+    assert goods.cached(1) == "stock" == by_name(1) == copy(1)
+    done = mend(goods)
+    assert by_dictionary["level"](1) == by_name(1) == partial() == copy(1) == goods.hidden() == "mended"
+    assert bound() == "base mended"
+    assert goods.cached(1) == "mended", "the cache was cleared"
+    thing.prop = 1
+    assert thing.prop == thing.value == goods.Thing.static() == goods.Thing.klass() == thing.lazy == "mended"
+    assert goods.maker()() == "mended"
+    assert "same_in_both" not in done.changed and not done.unreached and not done.scope_ran
+
+
+def test_a_registered_torch_op_follows():
+    torch = pytest.importorskip("torch", reason="unit tests run without torch too; make test has it")
+    goods = load()
+    library = torch.library.Library("rocm_fixes_test", "FRAGMENT")
+    library.define("plain(int x) -> str")
+    library.impl("plain", goods.plain, "CompositeExplicitAutograd")
+    assert torch.ops.rocm_fixes_test.plain(1) == "stock"
+    mend(goods)
+    assert torch.ops.rocm_fixes_test.plain(1) == "mended"
+
+
+def test_holders_that_keep_the_old_code_are_named():
+    goods = load()
+    made, generator = goods.maker(), goods.running()
+    next(generator)
+    registry = [goods.plain.__code__, {}]
+    done = mend(goods)
+    assert "functions that maker has made already" in done.unreached and made() == "stock"
+    assert "running, which is running now" in done.unreached and list(generator) == ["stock"]
+    assert "plain, held by a list" in done.unreached and registry
+
+
+@pytest.mark.parametrize("how", ["replaced", "wrapped", "method", "gone", "code"])
+def test_a_function_that_is_not_stocks_is_left_alone(how):
+    goods = load()
+
+    def theirs(x):
+        return "theirs"
+
+    if how == "replaced":
+        goods.plain = theirs
+    elif how == "wrapped":
+        goods.plain = functools.wraps(goods.plain)(theirs)
+    elif how == "method":
+        goods.Thing.method = theirs
+    elif how == "gone":
+        del goods.plain
+    else:
+        goods.plain.__code__ = theirs.__code__
+    before = {name: getattr(goods, name, None) for name in vars(goods)}
+    with pytest.raises(NotStock, match=r"plain|Thing\.method"):
+        mend(goods)
+    assert before == {name: getattr(goods, name, None) for name in vars(goods)}
+    assert goods.hidden() == "stock" and goods.maker()() == "stock", "nothing else was changed either"
+
+
+def test_another_signature_is_refused():
+    goods = load()
+    with pytest.raises(NotStock, match="signature"):
+        mend(goods, MENDED.replace("def plain(x)", "def plain(x, y)"))
+    assert goods.plain(1) == "stock"
+
+
+def test_new_functions_come_in_and_changed_ones_may_call_them():
+    goods = load()
+    new = MENDED.replace('def plain(x):\n    return "mended"', "def plain(x):\n    return helper(x)")
+    done = mend(
+        goods, new + "\ndef helper(x, word='mended'):\n    return word\ndef __getattr__(name):\n    return name\n"
+    )
+    assert goods.plain(1) == "mended" and goods.anything == "anything"
+    assert set(done.added) == {"helper", "__getattr__"}
+
+
+def test_what_ran_at_module_scope_is_said():
+    goods = load()
+    assert mend(goods, MENDED.replace("import functools", "import functools, ast")).scope_ran
+    goods = load()
+    with pytest.raises(NotStock, match="module scope"):
+        mend(goods, STOCK + "\nx = 1\n")
+
+
+def test_same_code_wherever_it_stands():
+    one, two, three = (
+        compile(s, "f", "exec")
+        for s in ("def f():\n return 1\n", "\n\ndef f():\n\n return 1\n", "def f():\n return 1.0\n")
+    )
+    assert live.same(one, two) and not live.same(one, three)
+    assert not live.same(0.0, -0.0) and not live.same(1, True) and live.same((1, "a"), (1, "a"))

@@ -1,0 +1,257 @@
+"""The doors and what they say: nothing comes out of them but None, and each thing is said once."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+# A folder that looks like vLLM: what is tested here is the engine; the patches are tested on real releases.
+MODULES = {
+    "vllm/__init__.py": "",
+    "vllm/_version.py": "__version__ = version = '0.23.0'\n",
+    "vllm/early.py": "def f():\n    return 'stock'\n",
+    "vllm/late.py": "def f():\n    return 'stock'\n",
+    "vllm/fixed.py": "def f():\n    return 'mended'\n",
+    "vllm/odd.py": "def g():\n    return 'something else'\n",
+    "vllm/broken.py": "def f(:\n",
+}
+CHILD = textwrap.dedent("""\
+    import ast, json, logging, os, sys, traceback
+    from vllm_rocm_fixes import process
+    from vllm_rocm_fixes.guards import Guard
+    from vllm_rocm_fixes.patch import Patch, needed, clear, unknown
+
+    said = []
+    class Log(logging.Handler):
+        def emit(self, record):
+            said.append([record.levelname, record.getMessage()])
+    logging.getLogger("vllm").setLevel(1)
+    logging.getLogger("vllm").addHandler(Log())
+
+    def words(tree):
+        return {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+
+    def examine(tree):
+        found = words(tree)
+        return needed("stock") if "stock" in found else clear("mended") if "mended" in found else unknown("no f")
+
+    def edit(tree):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and node.value == "stock":
+                node.value = "mended"
+
+    def fails(tree):
+        raise RuntimeError("on purpose")
+
+    def patch(name, **other):
+        fields = dict(name=name, module="vllm." + name, summary="", origin=(), since="0.14.0", until=None,
+                      examine=examine, mend=edit)
+        return Patch(**{**fields, **other})
+
+    import vllm
+    def state(p):
+        return {name: [r.state, r.reason] for name, r in p.results.items()}
+    """)
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    for name, text in MODULES.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def child(shelf, code, status=0, **environ):
+    environ = {**os.environ, "PYTHONPATH": str(shelf), **environ}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD + textwrap.dedent(code)],
+        env=environ, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]) if status == 0 else done.stderr
+
+
+def test_loaded_and_not_loaded_modules_are_mended_and_one_line_says_so(shelf):
+    got = child(
+        shelf,
+        """
+        import vllm.early
+        held = vllm.early.f
+        series = [patch(n) for n in ("early", "late", "fixed", "odd", "broken")]
+        series.append(patch("newer", since="0.30.0"))
+        series.append(patch("moved"))
+        p = process.Process(series, ())
+        before = held()
+        results = [p.prepare(), held(), p.register(), p.register(), p.prepare()]
+        first = state(p)
+        import vllm.late, vllm.fixed, vllm.odd
+        try:
+            import vllm.broken
+        except SyntaxError as error:
+            broken = error.filename
+        print(json.dumps([before, results, first, state(p), said, vllm.late.f(), vllm.odd.g(), broken]))
+        """,
+    )
+    before, results, first, after, said, late, odd, broken = got
+    assert before == "stock" and results == [None, "mended", None, None, None]
+    states = {name: entry[0] for name, entry in first.items()}
+    assert states == {
+        "early": "applied", "late": "waiting", "fixed": "clear", "odd": "unknown", "broken": "unknown",
+        "newer": "absent", "moved": "unknown",
+    }  # fmt: skip
+    assert after["late"][0] == "applied" and late == "mended" and odd == "something else"
+    assert broken.endswith("vllm/broken.py")
+    info = [text for level, text in said if level == "INFO"]
+    assert (
+        len(info) == 1 and "on vLLM 0.23.0: early needed and applied; late needed and applied when imported" in info[0]
+    )
+    warned = [text for level, text in said if level == "WARNING"]
+    assert [sum(w.startswith(n + ":") for w in warned) for n in ("odd", "broken", "moved")] == [1, 1, 1], warned
+    assert len(warned) == 3
+
+
+def test_an_edit_that_fails_keeps_stock_and_says_so_once(shelf):
+    results, late, said = child(
+        shelf,
+        """
+        p = process.Process([patch("late", mend=fails)], ())
+        p.register()
+        import vllm.late
+        print(json.dumps([state(p), vllm.late.f(), [t for l, t in said if l == "WARNING"]]))
+        """,
+    )
+    assert results["late"][0] == "failed" and late == "stock"
+    assert len(said) == 1 and "on purpose" in said[0] and "stock is kept" in said[0]
+
+
+def test_somebody_elses_function_is_left_alone_and_reported(shelf):
+    results, f, said = child(
+        shelf,
+        """
+        import vllm.early
+        vllm.early.f = lambda: "theirs"
+        p = process.Process([patch("early")], ())
+        p.register()
+        print(json.dumps([state(p), vllm.early.f(), [t for l, t in said if l == "WARNING"]]))
+        """,
+    )
+    assert results["early"][0] == "failed" and f == "theirs" and len(said) == 1 and "isn't stock's any more" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("environ", "late", "waiting"),
+    [
+        ({"ROCM_FIXES": "off"}, "stock", None),
+        ({"ROCM_FIXES_SKIP": "late"}, "stock", "skipped"),
+        ({"ROCM_FIXES_SKIP": "lat"}, "mended", "applied"),
+        ({"ROCM_FIXES": "nonsense", "ROCM_FIXES_STRICT": "perhaps"}, "mended", "applied"),
+    ],
+)
+def test_switches(shelf, environ, late, waiting):
+    results, f, said = child(
+        shelf,
+        """
+        p = process.Process([patch("late")], ())
+        p.register()
+        import vllm.late
+        print(json.dumps([state(p), vllm.late.f(), [t for l, t in said if l == "WARNING"]]))
+        """,
+        **environ,
+    )
+    assert f == late and results.get("late", [None])[0] == waiting
+    misspelt = [v for v in environ.values() if v not in ("off", "late")]
+    assert len(said) == len(misspelt) and all(any(word in line for line in said) for word in misspelt)
+
+
+@pytest.mark.parametrize("name", ["odd", "broken", "late"])
+def test_strict_ends_the_process_where_something_is_unknown_or_failed(shelf, name):
+    code = f"""
+        p = process.Process([patch({name!r}, mend=fails)], ())
+        p.register()
+        print(json.dumps("went on"))
+        """
+    assert child(shelf, code) == "went on"
+    error = child(shelf, code, status=1, ROCM_FIXES_STRICT="1")
+    assert error.strip().startswith(f"vllm-rocm-fixes (ROCM_FIXES_STRICT): {name}: ") and "Traceback" not in error
+
+
+def test_a_module_that_is_being_imported_waits_for_the_next_door(shelf):
+    (shelf / "vllm/early.py").write_text("import doors\ndoors.p.register()\ndef f():\n    return 'stock'\n")
+    (shelf / "doors.py").write_text("p = None\n")
+    first, then, f = child(
+        shelf,
+        """
+        import doors
+        doors.p = process.Process([patch("early")], ())
+        import vllm.early
+        first = state(doors.p)
+        doors.p.register()
+        print(json.dumps([first["early"][0], state(doors.p)["early"][0], vllm.early.f()]))
+        """,
+    )
+    assert (first, then, f) == ("waiting", "applied", "mended")
+
+
+def test_the_real_doors_return_none_whatever_happens(shelf):
+    got = child(
+        shelf,
+        """
+        import vllm_rocm_fixes as overlay
+        overlay.current().prepare = lambda: 1 / 0
+        overlay.current().register = lambda: 1 / 0
+        print(json.dumps([overlay.prepare(), overlay.register(), [t for l, t in said if l == "WARNING"]]))
+        """,
+    )
+    assert got[:2] == [None, None] and len(got[2]) == 2 and "ZeroDivisionError" in got[2][0]
+
+
+def test_children_by_fork_and_spawn_are_mended_too(shelf):
+    (shelf / "target.py").write_text("def work(q):\n    import vllm.late\n    q.put(vllm.late.f())\n")
+    (shelf / "opener.py").write_text(CHILD + "p = process.Process([patch('late')], ())\np.register()\n")
+    got = child(
+        shelf,
+        """
+        import multiprocessing
+        p = process.Process([patch("late")], ())
+        p.register()
+        import target
+        found = {}
+        for method in ("fork", "forkserver"):
+            context = multiprocessing.get_context(method)
+            q = context.Queue()
+            c = context.Process(target=target.work, args=(q,)); c.start(); found[method] = q.get(timeout=30); c.join()
+        print(json.dumps(found))
+        """,
+    )
+    # A fork inherits the finder. A fresh interpreter has none until vLLM calls the doors there: test_serve shows that.
+    assert got == {"fork": "mended", "forkserver": "stock"}
+
+
+def test_threads_that_open_the_doors_at_once(shelf):
+    got = child(
+        shelf,
+        """
+        import threading, vllm.early
+        p = process.Process([patch("early"), patch("late")], ())
+        start, found = threading.Barrier(12), []
+
+        def run():
+            start.wait()
+            p.prepare(); p.register()
+            import vllm.late
+            found.append([vllm.early.f(), vllm.late.f()])
+
+        threads = [threading.Thread(target=run) for _ in range(12)]
+        [t.start() for t in threads]; [t.join(30) for t in threads]
+        finders = [f for f in sys.meta_path if type(f).__module__ == "vllm_rocm_fixes.importing"]
+        print(json.dumps([found, len(finders), sum(l == "INFO" for l, _ in said)]))
+        """,
+    )
+    assert got == [[["mended", "mended"]] * 12, 1, 1]
