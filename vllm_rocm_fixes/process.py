@@ -73,6 +73,11 @@ class Process:
                 if patch:
                     self.results[name] = Result(patch, "skipped", "named in ROCM_FIXES_SKIP")
             guards = [g for g in self.guards if g.name not in self.settings.skip]
+            for guard in guards:
+                try:
+                    guard.install()
+                except Exception as error:
+                    self._guard_failed(guard.name, error)
             packages = {
                 package: [g.around for g in guards if package in g.packages] for g in guards for package in g.packages
             }
@@ -181,12 +186,12 @@ class Process:
             self._keep(name, "there is no source, only compiled code")
             return
         mended = self._mend(name, source, filename)
-        if mended.code is None or mended.tree is None:
+        if mended.code is None:
             self._record(mended, "applied", "")
             return
         stock = compile(source, filename, "exec", dont_inherit=True)
         try:
-            done = transplant(module, stock, mended.code, mended.tree)
+            done = transplant(module, stock, mended)
         except NotStock as doubt:
             outcomes = tuple(
                 replace(o, failed=f"loaded before us: {doubt}") if o.applied else o for o in mended.outcomes

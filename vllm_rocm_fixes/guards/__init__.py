@@ -6,13 +6,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from . import hip, pair, pythonpath
+
+
+def _nothing() -> None:
+    return None
+
 
 @dataclass(frozen=True)
 class Guard:
     """A context in which a package's __init__ is executed.
 
     around is entered just before and left just after, whatever happens; an ImportError from entering it forbids the
-    import. state says in words what the guard did and found in this process.
+    import. install is called once in each process, before the finder is in place. state says in words what the guard
+    did and found in this process.
     """
 
     name: str
@@ -21,6 +28,34 @@ class Guard:
     summary: str
     origin: tuple[str, ...]
     state: Callable[[], str]
+    install: Callable[[], None] = _nothing
 
 
-GUARDS: tuple[Guard, ...] = ()
+GUARDS: tuple[Guard, ...] = (
+    Guard(
+        name="tilelang_pair",
+        packages=("tilelang",),
+        around=pair.around,
+        summary="a TileLang whose import aborts the process beside this tvm-ffi counts as absent",
+        origin=("vLLM #45169", "TileLang #2367", "TileLang #2552"),
+        state=pair.state,
+        install=pair.install,
+    ),
+    Guard(
+        name="hip",
+        packages=("tilelang", "tvm"),
+        around=hip.around,
+        summary="torch's HIP runtime stands before TileLang's stub of it",
+        origin=("vLLM #51151", "vLLM #51159", "AITER #4585", "TileLang #2919"),
+        state=hip.state,
+        install=hip.install,
+    ),
+    Guard(
+        name="pythonpath",
+        packages=("tilelang", "tvm"),
+        around=pythonpath.around,
+        summary="PYTHONPATH and sys.path are as they were before TileLang's import",
+        origin=("vLLM #44823",),
+        state=pythonpath.state,
+    ),
+)
