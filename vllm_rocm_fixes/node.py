@@ -42,13 +42,16 @@ _VERSIONS = {
 class Event:
     """Something a process of the node did.
 
-    kind is "import" (a stand-in module ran), "gpu" (torch was asked for what initialises HIP) or "call" (a stand-in
-    kernel ran); name is the module or function; time is in seconds since the epoch; chain holds the frames that led to
-    it, outermost first, each as `file:line function`, without those of the import system.
+    kind is "import" (a stand-in module ran), "gpu" (torch was asked for what initialises HIP), "call" (a stand-in
+    kernel ran) or "step" (a step of a start ended; detail is its outcome); name is the module, function or step; step is
+    the label that the process carried in ROCM_STANDIN_STEP; time is in seconds since the epoch; chain holds the frames
+    that led to it, outermost first, each as `file:line function`, without those of the import system.
     """
 
     kind: str
     name: str
+    detail: str
+    step: str
     pid: int
     ppid: int
     time: float
@@ -82,11 +85,12 @@ class Node:
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "PATH": os.pathsep.join((str(self.folder / "bin"), env.get("PATH", os.defpath))),
             "ROCM_STANDIN_LOG": str(self.log),
+            "VLLM_CACHE_ROOT": str(self.folder / "cache"),
             "VLLM_ROCM_USE_AITER": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        return env | self.options | extra
+        return {**env, **self.options, **extra}
 
     def events(self) -> list[Event]:
         """What the processes of the node wrote down so far, in the order it happened."""

@@ -36,14 +36,19 @@ def chain(skip: int = 1) -> list[str]:
     return found[::-1]
 
 
-def write(kind: str, name: str) -> None:
-    """Append one event to the log: a single write, so that lines of several processes don't mix."""
+def write(kind: str, name: str, detail: str = "") -> None:
+    """Append one event to the log: a single write, so that lines of several processes don't mix.
+
+    The option STEP labels it: what is going on, for those who run several things in one log.
+    """
     path = os.environ.get(LOG)
     if not path:
         return
     event = {
         "kind": kind,
         "name": name,
+        "detail": detail,
+        "step": option("STEP"),
         "pid": os.getpid(),
         "ppid": os.getppid(),
         "time": time.time(),

@@ -79,6 +79,11 @@ def _touch(name: str) -> None:
     _Context.initialised = True
 
 
+def keep_context() -> None:
+    """Forget that this process was forked: it stands for the one it came from, HIP context included."""
+    _Context.forked = False
+
+
 def _after_fork() -> None:
     _Context.forked = _Context.initialised
 
