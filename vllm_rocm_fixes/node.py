@@ -43,9 +43,9 @@ class Event:
     """Something a process of the node did.
 
     kind is "import" (a stand-in module ran), "gpu" (torch was asked for what initialises HIP), "call" (a stand-in
-    kernel ran) or "step" (a step of a start ended; detail is its outcome); name is the module, function or step; step is
-    the label that the process carried in ROCM_STANDIN_STEP; time is in seconds since the epoch; chain holds the frames
-    that led to it, outermost first, each as `file:line function`, without those of the import system.
+    kernel ran) or "step" (a step of a start ended; detail is its outcome); name is the module, function or step; step
+    is the label that the process carried in ROCM_STANDIN_STEP; time is in seconds since the epoch; chain holds the
+    frames that led to it, outermost first, each as `file:line function`, without those of the import system.
     """
 
     kind: str

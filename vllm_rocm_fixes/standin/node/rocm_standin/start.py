@@ -1,9 +1,9 @@
-"""python -m rocm_standin.start: the import path of a vLLM start, step by step, each step in a process of its own.
+"""python -m rocm_standin.start [--together] [STEP ...]: the import path of a vLLM start, step by step.
 
 The first step imports vllm.config, as every start does. The other steps are forks of that process, so each of them is a
-fresh process that has imported vllm.config and nothing else, and none sees what another one did. A step that needs a
-child forks or spawns one. What happens is in the event log, labelled by step; the end of a step is an event with its
-outcome.
+fresh process that has imported vllm.config and nothing else, and none sees what another one did. With --together they
+run in that one process, which is faster, and as good where nothing at all must be found. A step that needs a child
+forks or spawns one. What happens is in the event log, labelled by step; the end of a step is an event with its outcome.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _guarded(step: str, action: Callable[[], None]) -> None:
     try:
         action()
         outcome = "ok"
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:
         import traceback
 
         traceback.print_exc()
@@ -104,7 +104,6 @@ def _in_fork(step: str, action: Callable[[], None], same_process: bool) -> None:
 def _dense(model: Path) -> None:
     """The configuration, and from the same process a worker by fork and one by spawn."""
     _config(model)
-    write("step", "config dense", "ok")
     _in_fork("forked child", _forked, same_process=False)
     _label("spawned child")
     child = multiprocessing.get_context("spawn").Process(target=_guarded, args=("spawned child", _spawned))
@@ -120,7 +119,7 @@ STEPS: dict[str, str] = {
 }
 
 
-def main(wanted: list[str]) -> None:
+def main(wanted: list[str], together: bool) -> None:
     """Run the steps that were named, or all of them."""
     _guarded("vllm.config", lambda: (importlib.import_module("vllm.config"), None)[1])
     with tempfile.TemporaryDirectory() as folder:
@@ -134,9 +133,13 @@ def main(wanted: list[str]) -> None:
         actions["sampler"] = _sampler
         actions["jit_monitor"] = _jit_monitor
         for step, action in actions.items():
-            if not wanted or step in wanted:
+            if wanted and step not in wanted:
+                continue
+            if together:
+                _guarded(step, action)
+            else:
                 _in_fork(step, action, same_process=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main([name for name in sys.argv[1:] if name != "--together"], "--together" in sys.argv)
