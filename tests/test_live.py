@@ -7,7 +7,9 @@ import types
 import pytest
 
 from vllm_rocm_fixes import live
+from vllm_rocm_fixes import mend as engine
 from vllm_rocm_fixes.live import NotStock, transplant
+from vllm_rocm_fixes.patch import Patch, clear, needed
 
 pytestmark = pytest.mark.unit
 
@@ -80,8 +82,15 @@ def load(source=STOCK):
 
 
 def mend(module, mended=MENDED, stock=STOCK):
-    code = [compile(source, "goods.py", "exec") for source in (stock, mended)]
-    return transplant(module, *code, ast.parse(mended))
+    """Transplant one whole source into another: a patch whose edit replaces everything."""
+
+    def edit(tree):
+        tree.body[:] = ast.parse(mended).body
+
+    same = ast.dump(ast.parse(mended))
+    examine = lambda tree: clear("") if ast.dump(tree) == same else needed("")
+    patch = Patch("all", "goods", "", (), "0", None, examine, edit)
+    return transplant(module, compile(stock, "goods.py", "exec"), engine.mend(stock, "goods.py", [patch]))
 
 
 def test_every_holder_follows():

@@ -6,6 +6,7 @@ vLLM calls the two doors through its entry points, in every process; nothing her
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "current", "prepare", "register"]
 _process: list[Process] = []
 _lock = threading.Lock()
+if hasattr(_lock, "_at_fork_reinit"):  # a forked child has none of the threads that may hold it
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)
 
 
 def prepare() -> None:

@@ -26,8 +26,8 @@ class Finder:
     """Answers for the modules that are mended or guarded; any other name costs one look-up in a dictionary.
 
     coders: for each module to be mended, what gives its code (called with the name, the stock loader and the spec's
-    origin; None keeps stock). guards: for each guarded package, the contexts in which it is executed; one that raises ImportError
-    forbids the import, any other error of its own is passed to on_error.
+    origin; None keeps stock). guards: for each guarded package, the contexts in which it is executed; one that raises
+    ImportError forbids the import, any other error of its own is passed to on_error.
     """
 
     def __init__(

@@ -6,7 +6,6 @@ that isn't stock's any more belongs to somebody else, and then the whole module 
 
 from __future__ import annotations
 
-import ast
 import functools
 import gc
 import sys
@@ -24,7 +23,7 @@ from types import (
     ModuleType,
 )
 
-from .syntax import definitions
+from .mend import Mended
 
 _OPTIMIZED = 0x1  # CO_OPTIMIZED: set for functions, not for the bodies of classes and modules
 _COMPARED = (
@@ -72,13 +71,14 @@ def same(a: object, b: object) -> bool:
     return a == b and (not isinstance(a, float | complex) or repr(a) == repr(b))
 
 
-def transplant(module: ModuleType, stock: CodeType, mended: CodeType, tree: ast.Module) -> Transplant:
+def transplant(module: ModuleType, stock: CodeType, mended: Mended) -> Transplant:
     """Give a loaded module's functions the mended code. Raises NotStock, before anything is changed.
 
-    stock and mended are the module's code before and after, tree is the mended tree (new functions come from it).
+    stock is the module's code before the edit; mended holds the code after it.
     """
-    done = Transplant(scope_ran=not same(_without_functions(stock), _without_functions(mended)))
-    old, new = _by_name(stock), _by_name(mended)
+    assert mended.code is not None
+    done = Transplant(scope_ran=not same(_without_functions(stock), _without_functions(mended.code)))
+    old, new = _by_name(stock), _by_name(mended.code)
     swaps: list[tuple[str, FunctionType, CodeType]] = []
     clears: list[Callable[[], object]] = []
     for name, codes in new.items():
@@ -93,16 +93,17 @@ def transplant(module: ModuleType, stock: CodeType, mended: CodeType, tree: ast.
                 continue
             if any(getattr(was, x) != getattr(becomes, x) for x in _SIGNATURE):
                 raise NotStock(f"{name} has another signature after the edit")
-            found = _find(module, name, was, any(d.decorator_list for d in definitions(tree, name)), clears)
+            found = _find(module, name, was, name in mended.decorated, clears)
             if not found:
                 raise NotStock(f"{name} isn't stock's any more: something else changed it first")
             swaps += [(name, f, becomes) for f in found]
-    additions = [(name, _definition(tree, name)) for name in done.added]
-    if not swaps and not additions:
+    if not swaps and not done.added:
         raise NotStock("what differs stands at module scope, and that had run before")
-    for _, definition in additions:  # first: the changed functions may call them
-        code = compile(ast.Module([definition], []), stock.co_filename, "exec", dont_inherit=True)
-        exec(code, vars(module))
+    for name in done.added:
+        if name not in mended.added:
+            raise NotStock(f"{name} is new and not at module scope")
+    for name in done.added:  # first: the changed functions may call them
+        exec(mended.added[name], vars(module))
     for name, function, code in swaps:
         was, function.__code__ = function.__code__, code
         done.unreached += _left_behind(name, was, code)
@@ -210,11 +211,3 @@ def _count_alone() -> int:
 
 
 _ALONE = _count_alone()
-
-
-def _definition(tree: ast.Module, name: str) -> ast.stmt:
-    """A new function's definition. Raises NotStock where it isn't at module scope."""
-    for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and statement.name == name:
-            return statement
-    raise NotStock(f"{name} is new and not at module scope")

@@ -7,11 +7,12 @@ failed has left nothing in the tree.
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from types import CodeType
 
 from .patch import Patch, Site, Verdict, unknown
+from .syntax import Definition, Function, statements
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Mended:
-    """A module after its patches: tree and code are None where stock is kept."""
+    """A module after its patches: tree and code are None where stock is kept.
+
+    What a module that is loaded already needs beside the code: decorated holds the qualified names that have
+    decorators, added the code of the functions that the patches put at module scope.
+    """
 
     outcomes: tuple[Outcome, ...]
     tree: ast.Module | None = None
     code: CodeType | None = None
+    decorated: frozenset[str] = frozenset()
+    added: dict[str, CodeType] = field(default_factory=dict)
 
 
 def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Site | None = None) -> Mended:
@@ -47,6 +54,7 @@ def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Sit
         except Exception as error:
             reason = f"the source doesn't parse: {_said(error)}"
             return Mended(tuple(Outcome(patch, unknown(reason)) for patch in patches))
+        before = {statement.name for statement in tree.body if isinstance(statement, Function)}
         outcomes = tuple(_apply(patch, tree, site or Site(), failures) for patch in patches)
         # A failed edit may have left half of itself in the tree: begin again, without it.
         fresh = {o.patch.name: o.failed for o in outcomes if o.failed and o.patch.name not in failures}
@@ -56,7 +64,14 @@ def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Sit
         if not any(outcome.applied for outcome in outcomes):
             return Mended(outcomes)
         try:
-            return Mended(outcomes, tree, compile(tree, filename, "exec", dont_inherit=True))
+            added = [s for s in tree.body if isinstance(s, Function) and s.name not in before]
+            return Mended(
+                outcomes,
+                tree,
+                _compile(tree, filename),
+                frozenset(_decorated(tree)),
+                {statement.name: _compile(ast.Module([statement], []), filename) for statement in added},
+            )
         except Exception as error:
             reason = f"the mended tree doesn't compile: {_said(error)}"
             return Mended(tuple(replace(o, failed=reason) if o.applied else o for o in outcomes))
@@ -88,6 +103,19 @@ def _apply(patch: Patch, tree: ast.Module, site: Site, failures: dict[str, str])
     if after.kind != "clear":
         return Outcome(patch, verdict, failed=f"after the edit the examination still says {after.kind}: {after.reason}")
     return Outcome(patch, verdict)
+
+
+def _compile(tree: ast.Module, filename: str) -> CodeType:
+    return compile(tree, filename, "exec", dont_inherit=True)
+
+
+def _decorated(node: ast.AST, prefix: str = "") -> Iterator[str]:
+    for _, statement in statements(getattr(node, "body", [])):
+        if isinstance(statement, Definition):
+            if statement.decorator_list:
+                yield prefix + statement.name
+            if isinstance(statement, ast.ClassDef):
+                yield from _decorated(statement, f"{prefix}{statement.name}.")
 
 
 def _said(error: BaseException) -> str:

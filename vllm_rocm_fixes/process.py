@@ -7,15 +7,18 @@ Strict mode is the exception, and it ends the process.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Literal
 
-from . import settings
+from . import records, settings, store
 from ._version import __version__
 from .guards import Guard
 from .importing import Finder, Loader, install, locate, source_of
@@ -51,7 +54,14 @@ class Process:
         self._pending = set(self._wanted)  # modules not mended yet
         self._surveyed: dict[str, tuple[bytes | str, str, Mended]] = {}
         self._prepared = self._registered = False
+        self.milliseconds = 0.0  # spent in the two doors
+        self._recorded = False
         self._said: set[str] = set()
+        self._renew_lock()
+        os.register_at_fork(after_in_child=self._renew_lock)
+
+    def _renew_lock(self) -> None:
+        """A forked child has none of the threads that may hold the lock."""
         self._lock = threading.RLock()
 
     def prepare(self) -> None:
@@ -61,6 +71,7 @@ class Process:
         with self._lock:
             if self._prepared:
                 return
+            begun = time.perf_counter()
             self._prepared = True
             for complaint in self.settings.complaints:
                 self._warn(complaint)
@@ -83,6 +94,7 @@ class Process:
             }
             install(Finder({module: self._code for module in self._wanted}, packages, self._guard_failed))
             self._mend_loaded()
+            self.milliseconds += 1000 * (time.perf_counter() - begun)
 
     def register(self) -> None:
         """Prepare if that has not happened, mend what is loaded, examine what isn't, and say so in one line."""
@@ -93,6 +105,7 @@ class Process:
             if self.settings.off:
                 self._registered = True
                 return
+            begun = time.perf_counter()
             self._mend_loaded()
             if self._registered:
                 return
@@ -101,6 +114,8 @@ class Process:
                 self._survey(module)
             self._hand_switches_to_ray()
             logger.info("%s", self.line())
+            self.milliseconds += 1000 * (time.perf_counter() - begun)
+            self._recorded = records.write(self) is not None
 
     def line(self) -> str:
         """One line: the overlay's and vLLM's versions, and what became of each patch and guard."""
@@ -162,7 +177,17 @@ class Process:
         known = self._surveyed.get(module)
         if known and known[:2] == (source, filename):
             return known[2]
-        return mend(source, filename, self._wanted[module], self.site)
+        patches = self._wanted[module]
+        try:
+            key = store.key(source, filename, patches, self.site)
+        except OSError:  # the overlay lies in an archive
+            return mend(source, filename, patches, self.site)
+        stored = store.load(key, patches)
+        if stored:
+            return stored
+        mended = mend(source, filename, patches, self.site)
+        store.save(key, mended)
+        return mended
 
     # The live way
 
@@ -189,9 +214,8 @@ class Process:
         if mended.code is None:
             self._record(mended, "applied", "")
             return
-        stock = compile(source, filename, "exec", dont_inherit=True)
         try:
-            done = transplant(module, stock, mended)
+            done = transplant(module, self._stock_code(name, loader, source, filename), mended)
         except NotStock as doubt:
             outcomes = tuple(
                 replace(o, failed=f"loaded before us: {doubt}") if o.applied else o for o in mended.outcomes
@@ -202,6 +226,15 @@ class Process:
         self._record(mended, "applied", f"live, in {', '.join([*done.changed, *done.added])}{late}")
         for holder in done.unreached:
             self._warn(f"{name} was loaded before us, and the old code stays in {holder}")
+
+    @staticmethod
+    def _stock_code(name: str, loader: Any, source: bytes | str, filename: str) -> CodeType:
+        """The module's code as it was when it was imported: from its .pyc, where that is its source's."""
+        if type(loader) is SourceFileLoader:
+            code = loader.get_code(name)
+            if code is not None:
+                return code
+        return compile(source, filename, "exec", dont_inherit=True)
 
     # What isn't loaded: only looked at
 
@@ -254,6 +287,8 @@ class Process:
             self._warn(f"{said}; stock is kept")
         else:
             logger.debug("%s", said)
+        if self._recorded:  # a patch that waited, in this process or in one that was forked from it
+            records.write(self)
 
     def _guard_failed(self, package: str, error: Exception) -> None:
         self._warn(f"a guard of {package} failed and was left out: {type(error).__name__}: {error}")

@@ -1,0 +1,104 @@
+"""Mended code kept between starts, so that a start pays for an edit once on a node and not in every process.
+
+An entry is found by a digest of all that it depends on: the stock source, the overlay's own files, the interpreter.
+It is read only where this user alone can have written it. Whatever goes wrong here costs the entry and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import marshal
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ._version import __version__
+from .mend import Mended, Outcome
+from .patch import Patch, Site, Verdict
+
+_DIGEST = 32  # bytes of a SHA-256
+_MOST = 200  # entries: a dozen modules, for a few releases and versions of the overlay
+
+
+def folder() -> Path:
+    """Where entries lie: below ROCM_FIXES_CACHE, XDG_CACHE_HOME or ~/.cache. Raises RuntimeError without a home."""
+    named = os.environ.get("ROCM_FIXES_CACHE")
+    base = (
+        Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-rocm-fixes"
+    )
+    return base / "mended"
+
+
+def key(source: bytes | str, filename: str, patches: Sequence[Patch], site: Site) -> bytes:
+    """The digest of all that a module's mended code depends on. Raises OSError where the overlay has no files."""
+    parts = (
+        source if isinstance(source, bytes) else source.encode("utf-8", "surrogatepass"),
+        repr((filename, [p.name for p in patches], site.version, sorted(site.skipped), __version__)).encode(),
+        repr((sys.version, sys.flags.optimize, importlib.util.MAGIC_NUMBER, _own_files())).encode(),
+    )
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
+
+
+def load(wanted: bytes, patches: Sequence[Patch]) -> Mended | None:
+    """The entry of that key; None where there is none that can be trusted."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError, EOFError, TypeError, KeyError):
+        place = folder()
+        if not _ours_alone(os.lstat(place), stat.S_ISDIR):
+            return None
+        descriptor = os.open(place / wanted.hex(), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            if not _ours_alone(os.fstat(descriptor), stat.S_ISREG):
+                return None
+            data = file.read()
+        payload = data[2 * _DIGEST :]
+        if data[: 2 * _DIGEST] != wanted + hashlib.sha256(payload).digest():
+            return None
+        outcomes, code, decorated, added = marshal.loads(payload)
+        named = {patch.name: patch for patch in patches}
+        made = tuple(Outcome(named[name], Verdict(kind, reason)) for name, kind, reason in outcomes)
+        return Mended(made, None, code, frozenset(decorated), added)
+    return None
+
+
+def save(wanted: bytes, mended: Mended) -> None:
+    """Keep an entry, whole or not at all. What was refused or failed isn't kept: it may be mended tomorrow."""
+    if any(o.refused or o.failed for o in mended.outcomes):
+        return
+    outcomes = [(o.patch.name, o.verdict.kind, o.verdict.reason) for o in mended.outcomes]
+    payload = marshal.dumps((outcomes, mended.code, sorted(mended.decorated), mended.added))
+    with contextlib.suppress(OSError, RuntimeError):
+        place = folder()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+        if not _ours_alone(os.lstat(place), stat.S_ISDIR):
+            return
+        descriptor, partial = tempfile.mkstemp(dir=place)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(wanted + hashlib.sha256(payload).digest() + payload)
+            os.replace(partial, place / wanted.hex())
+            for entry in sorted(os.scandir(place), key=lambda e: e.stat().st_mtime_ns)[:-_MOST]:
+                os.unlink(entry)
+        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(partial)
+
+
+def _ours_alone(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    """A folder or file of that kind that nobody but this user can have written."""
+    return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _own_files() -> list[tuple[str, int, int]]:
+    """Name, size and time of the files that decide what an edit does."""
+    engine = Path(__file__).parent
+    patches = sys.modules.get("vllm_rocm_fixes.patches")
+    folders = [engine, *map(Path, getattr(patches, "__path__", ()))]
+    entries = [entry for place in folders for entry in os.scandir(place) if entry.name.endswith(".py")]
+    return sorted((entry.path, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
