@@ -20,11 +20,12 @@ from .._version import __version__
 
 if TYPE_CHECKING:
     from ..installed import Installation
+    from ..patch import Patch
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 PROGRAM = "vllm-rocm-fixes"
-COMMANDS = ("status",)
+COMMANDS = ("status", "diff", "ps")
 
 
 class Stop(Exception):
@@ -72,6 +73,41 @@ def installation(args: argparse.Namespace) -> Installation:
         return installed.find(args.vllm)
     except LookupError as error:
         raise Stop(str(error)) from error
+
+
+def add_names(parser: argparse.ArgumentParser) -> None:
+    """The argument NAME ..., which chooses patches."""
+    from ._completion import offer
+
+    action = parser.add_argument("names", metavar="NAME", nargs="*", help="the patches to take; without it, all")
+    offer(action, (patch.name for patch in all_patches()))
+
+
+def all_patches() -> tuple[Patch, ...]:
+    """The series."""
+    from ..patches import SERIES  # type: ignore[import-not-found]  # a folder of that name only once it is installed
+
+    series: tuple[Patch, ...] = SERIES
+    return series
+
+
+def selected(names: Sequence[str] = ()) -> tuple[list[Patch], frozenset[str]]:
+    """The patches of these names, in the order of the series, and all that ROCM_FIXES_SKIP names; no names: all.
+
+    Raises Stop for a name that isn't in the series.
+    """
+    from .. import settings
+    from ..guards import GUARDS
+
+    series = all_patches()
+    known = [patch.name for patch in series]
+    for name in names:
+        if name not in known:
+            raise Stop(f"no patch is called {name}; there are {', '.join(known)}")
+    switches = settings.read([*known, *(guard.name for guard in GUARDS)])
+    for complaint in switches.complaints:
+        print(f"{PROGRAM}: {complaint}", file=sys.stderr)
+    return [patch for patch in series if not names or patch.name in names], switches.skip
 
 
 def build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from . import add_command, add_vllm_option, installation
+from . import add_command, add_vllm_option, all_patches, installation
 
 if TYPE_CHECKING:
     from . import Subparsers
@@ -19,11 +19,10 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table. Returns the exit status."""
-    from ..patches import SERIES
     from ..survey import survey
 
     vllm = installation(args)
     print(f"vLLM {vllm.version} in {vllm.root}")
-    for outcome in survey(vllm.root, SERIES, vllm.version):
+    for outcome in survey(vllm.root, all_patches(), vllm.version):
         print(f"{outcome.patch.name}: {outcome.verdict.kind}, {outcome.verdict.reason}")
     return 0
