@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -86,10 +87,10 @@ def join(found: list[Record]) -> list[Shown]:
                 continue
         shown[pid] = Shown(pid, parent, start, _role(title, record, forked), record, _age(start), forked)
     roots = []
-    for pid, process in shown.items():
+    for process in shown.values():
         above = _nearest(process.parent, shown, running)
         if above is None:
-            roots.append(shown[pid])
+            roots.append(process)
         else:
             shown[above].children.append(process)
     return _join_ray(roots)
@@ -105,7 +106,7 @@ def compare(processes: list[Shown]) -> None:
         if process.record is None:
             if process.seconds > _STARTING or not described:
                 process.marks.append(
-                    "the overlay isn't in this process (VLLM_PLUGINS, ROCM_FIXES=off, or not installed)"
+                    "not mended here: ROCM_FIXES=off, VLLM_PLUGINS without rocm_fixes, or not installed"
                 )
             continue
         mine = described[process.pid]
@@ -174,7 +175,7 @@ def _is_vllm(title: list[str]) -> bool:
     program = [os.path.basename(word) for word in title[:2]]
     if any(p == "vllm" and title[i + 1 : i + 2] == ["serve"] for i, p in enumerate(program)):
         return True
-    return any(one == "-m" and two.startswith("vllm.entrypoints.") for one, two in zip(title, title[1:], strict=False))
+    return any(one == "-m" and two.startswith("vllm.entrypoints.") for one, two in itertools.pairwise(title))
 
 
 def _role(title: list[str], record: Record | None, forked: bool) -> str:
@@ -189,8 +190,8 @@ def _role(title: list[str], record: Record | None, forked: bool) -> str:
     named = record.data.get("role") if record and not forked else None
     if named and named != "MainProcess":
         return str(named)
-    words = [word for word in title if not word.startswith("-")]
-    return " ".join(os.path.basename(word) for word in words[:2])[:40] or "?"
+    words = [word if word.startswith("-") else os.path.basename(word) for word in title[:2]]
+    return " ".join(words)[:40] or "?"
 
 
 def _image(pid: int) -> bytes:
@@ -220,8 +221,8 @@ def _lines(service: Shown) -> Iterator[str]:
     processes = list(service.walk())
     first = next((process.record for _, process in processes if process.record), None)
     if first:
-        data = first.data
-        yield f"vLLM {data.get('vllm') or 'of unknown version'} in {data.get('root')}, vllm-rocm-fixes {data.get('overlay')}"
+        release, root = first.data.get("vllm") or "of unknown version", first.data.get("root")
+        yield f"vLLM {release} in {root}, vllm-rocm-fixes {first.data.get('overlay')}"
     else:
         yield "vLLM without vllm-rocm-fixes"
     wide = max(2 * depth + len(process.role) for depth, process in processes)
