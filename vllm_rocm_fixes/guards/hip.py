@@ -13,8 +13,9 @@ What this does: reopen the very file that is mapped, with RTLD_GLOBAL and RTLD_N
 wins, so this comes before TVM. The path is the process's own; opening another one, /opt/rocm/lib say, could load a
 second runtime whose handles torch doesn't know.
 
-When TVM was there first, reopening no longer changes who answers. It is done all the same: the stub looks for a
-runtime behind itself in the global scope before it opens one by name, so it neither aborts nor loads a second one.
+When TVM was there first, reopening changes nothing: first in the scope is first. (Nor does the stub find a runtime
+that comes behind it: RTLD_NEXT searches what libtvm_runtime.so needs, and not the global scope.) Then this says who
+answers, what that means and what still helps.
 """
 
 from __future__ import annotations
@@ -74,29 +75,30 @@ def mapped(pattern: re.Pattern[str], maps: str = "/proc/self/maps") -> list[Libr
     ]
 
 
-def promote() -> Library | None:
-    """Put torch's HIP runtime into the global scope; returns it.
+def torchs() -> Library | None:
+    """The HIP runtime that torch uses.
 
-    None where there is nothing to do: torch isn't loaded or isn't a ROCm build, or no runtime is mapped. Raises
-    Unprotected where there is one and it can't be told, or can't be reopened.
+    None where torch isn't loaded or isn't a ROCm build, or no runtime is mapped. Raises Unprotected where it can't be
+    told.
     """
     if not _rocm(sys.modules.get("torch")):
         return None
     try:
         runtimes = mapped(RUNTIME)
+        return _bound(runtimes) if runtimes else None
     except OSError as error:
-        raise Unprotected(f"the process's maps can't be read ({error})") from None
-    if not runtimes:
-        return None
-    runtime = _torchs(runtimes)
+        raise Unprotected(f"the process's maps can't be read: {error}") from None
+
+
+def promote(runtime: Library) -> None:
+    """Put a HIP runtime that is mapped into the global scope; Unprotected where it can't be reopened."""
     # A file that is gone can only be asked for by its SONAME; with RTLD_NOLOAD that opens nothing new either.
     soname = re.sub(r"(\.so\.\d+)[.0-9]*$", r"\1", Path(runtime.path).name)
     for name in (runtime.path, soname) if runtime.gone else (runtime.path,):
         with contextlib.suppress(OSError):
-            handle = ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
-            if runtime.holds(_address(handle, "hipGetDeviceCount")):
+            if runtime.holds(_address(ctypes.CDLL(name, mode=os.RTLD_NOLOAD), "hipGetDeviceCount")):
                 ctypes.CDLL(name, mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD)
-                return runtime
+                return
     gone = ", whose file was deleted or replaced," if runtime.gone else ""
     raise Unprotected(f"{runtime.path}{gone} can't be reopened")
 
@@ -119,10 +121,10 @@ def heal() -> str:
     Mends extensions that are bound to the stub already, and those that will be. It changes nothing unless exactly one
     slot holds torch's hipGetDeviceProperties: in TileLang 0.1.14 and later none does.
     """
-    runtimes, stubs = mapped(RUNTIME), mapped(STUB)
-    if not runtimes or len(stubs) != 1:
-        return f"{len(runtimes)} HIP runtimes and {len(stubs)} stubs are mapped"
-    stub, hip = (ctypes.CDLL(lib.path, mode=os.RTLD_NOLOAD) for lib in (stubs[0], _torchs(runtimes)))
+    runtime, stubs = torchs(), mapped(STUB)
+    if runtime is None or len(stubs) != 1:
+        return f"{len(stubs)} stubs are mapped, and {'a' if runtime else 'no'} HIP runtime of torch's"
+    stub, hip = (ctypes.CDLL(library.path, mode=os.RTLD_NOLOAD) for library in (stubs[0], runtime))
     available, table = (
         getattr(stub, f"_ZN3tvm2tl3hip12HIPDriverAPI{name}Ev", None) for name in ("12is_available", "3get")
     )
@@ -130,10 +132,12 @@ def heal() -> str:
         return "the stub doesn't show its table"
     available.restype, table.restype = ctypes.c_bool, ctypes.c_void_p
     if not available():  # asking for the table would end the process
-        return "the stub has found no runtime"
+        return "the stub finds no runtime, and the first HIP call through it ends the process"
     legacy, current = _address(hip, "hipGetDeviceProperties"), _address(hip, ASKED)
     slots = (ctypes.c_void_p * SLOTS).from_address(table())
     wrong = [place for place in range(SLOTS) if slots[place] == legacy]
+    if not wrong and current is not None and current in slots:
+        return "repaired"
     if legacy is None or current is None or len(wrong) != 1:
         return f"{len(wrong)} slots of the stub's table look wrong where one should"
     slots[wrong[0]] = current
@@ -151,7 +155,7 @@ def around(package: str) -> Iterator[None]:
 
 
 def install() -> None:
-    """Where TileLang or TVM got in first: promote all the same, see who answers, and say what can still be done."""
+    """Where TileLang or TVM got in first: see who answers, and say what still helps."""
     if "tilelang" in sys.modules or "tvm" in sys.modules:
         _contained(_late)
 
@@ -186,29 +190,32 @@ _said: set[str] = set()
 def _before(package: str) -> None:
     if package == "tvm":
         _torch_first()
-    _promote()
+    try:
+        _state.runtime = torchs()
+        if _state.runtime:
+            promote(_state.runtime)
+    except Unprotected as reason:
+        _state.why = str(reason)
 
 
 def _late() -> None:
-    _promote()
-    _state.why = _state.why or "tvm was loaded before this guard"
-    _after()
-
-
-def _promote() -> None:
     try:
-        _state.runtime = promote()
+        _state.runtime = torchs()
+        _state.why = "TVM was loaded before this guard" if _state.runtime else ""
     except Unprotected as reason:
         _state.why = str(reason)
+    _after()
 
 
 def _after() -> None:
     """See who answers for the symbol that the stub gets wrong, and say so where it isn't torch's runtime."""
     if not _rocm(sys.modules.get("torch")):
-        _state.words = "torch isn't a ROCm build: nothing to do"
+        _state.words = "torch isn't a ROCm build, or not loaded: nothing to do"
         return
     found = owner()
-    if found is None:
+    if _state.runtime is None and not _state.why:
+        _state.words = "no HIP runtime is mapped: nothing to do"
+    elif found is None:
         _state.words = "no HIP function is in the global scope"
     elif _state.runtime is not None and _state.runtime.holds(found[1]):
         _state.words = f"torch's HIP runtime answers first: {_state.runtime.path}"
@@ -224,33 +231,39 @@ def _meaning(file: str) -> str:
     head = f"{file} answers for {ASKED} before {runtime}{why}: "
     if not STUB.search(file):
         return f"{head}extensions bind to another HIP runtime than torch, and handles of one are invalid in the other"
+    ends = "where only libamdhip64.so.7 can be found, the first HIP call ends the process"
     if b"\0hipGetDeviceProperties\0" not in Path(file).read_bytes():
-        return f"{head}extensions call TileLang's stub, which hands on the right struct"
+        return f"{head}extensions call TileLang's stub, which hands on the right struct; {ends}"
+    remedies = (
+        "import vllm before tilelang, set TORCH_USE_RTLD_GLOBAL=1, preload torch's libamdhip64 with LD_PRELOAD, or use "
+        "TileLang 0.1.14 or later"
+    )
     if flag("ROCM_FIXES_HEAL", False):
         done = heal()
         if done == "repaired":
             return f"{head}its table was repaired (ROCM_FIXES_HEAL), and it hands on the right struct"
-        head += f"its table was not repaired (ROCM_FIXES_HEAL): {done}; "
+        head += f"its table was not repaired (ROCM_FIXES_HEAL), {done}; "
+    else:
+        remedies = f"set ROCM_FIXES_HEAL=1, which repairs the stub's table, {remedies}"
     return (
         f"{head}extensions that bind to it, AITER's kernels too, read device properties in the wrong layout and "
-        "launches fail with 'invalid configuration argument'. What helps in this process: ROCM_FIXES_HEAL=1. What "
-        "helps in the next: import vllm before tilelang, or TORCH_USE_RTLD_GLOBAL=1, or LD_PRELOAD of torch's "
-        "libamdhip64, or TileLang 0.1.14 or later"
+        f"launches fail with 'invalid configuration argument'; {ends}. What helps, from the next start on: {remedies}"
     )
 
 
-def _torchs(runtimes: list[Library]) -> Library:
+def _bound(runtimes: list[Library]) -> Library:
     """The one of several runtimes that torch's own libraries are bound to."""
     if len(runtimes) == 1:
         return runtimes[0]
+    files = " and ".join(runtime.path for runtime in runtimes)
     for library in mapped(TORCHS):
         with contextlib.suppress(OSError):
             address = _address(ctypes.CDLL(library.path, mode=os.RTLD_NOLOAD), "hipGetDeviceCount")
             for runtime in runtimes:
                 if runtime.holds(address):
+                    _warn(f"guard hip: {len(runtimes)} HIP runtimes are mapped, {files}; torch uses {runtime.path}")
                     return runtime
-    files = ", ".join(runtime.path for runtime in runtimes)
-    raise Unprotected(f"{len(runtimes)} HIP runtimes are mapped and torch's can't be told: {files}")
+    raise Unprotected(f"{len(runtimes)} HIP runtimes are mapped, {files}, and torch's can't be told")
 
 
 def _torch_first() -> None:
