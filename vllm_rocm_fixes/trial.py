@@ -1,0 +1,143 @@
+"""Whether a package can be imported, found out in a child process.
+
+An import may fail, end the interpreter (a native library built for another processor), never return, or change its
+process for good: a HIP runtime, libraries in the global scope, PYTHONPATH. A child takes all of that with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+SECONDS = 60.0  # how long an import may take; a cold network disk needs some, and a hang must end
+_CUT = 300  # characters of a reason, which becomes one line in a log
+# Signals that are sent to a process from outside; they say nothing about the package.
+_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+_CHILD = """
+import json, os, signal, sys
+answer, rest = os.dup(1), sys.argv.pop()
+os.dup2(2, 1)  # what the package prints is no answer
+name, path, seconds = json.loads(rest)
+sys.path[:] = path
+signal.alarm(seconds)  # should the parent be gone by then
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+except Exception:
+    pass
+found = {"ok": False, "lost": False, "reason": "", "names": []}
+try:
+    import importlib
+    found["names"] = [str(x) for x in dir(importlib.import_module(name))]
+    found["ok"] = True
+except BaseException as error:
+    found["reason"] = type(error).__name__ + ": " + str(error)
+    found["lost"] = isinstance(error, ModuleNotFoundError) and (name + ".").startswith(str(error.name) + ".")
+os.write(answer, json.dumps(found).encode())
+os._exit(0)  # what a package does when an interpreter ends may hang or crash
+"""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of an import: the reason is empty where it went well, names are those the module offers."""
+
+    ok: bool
+    reason: str = ""
+    names: frozenset[str] = frozenset()
+
+
+_known: dict[tuple[str, object], Trial | None] = {}
+_lock = [threading.Lock()]
+
+
+def trial(name: str, place: object = None) -> Trial | None:
+    """Try to import a module in a child process, once for each name and place (where its file lies).
+
+    The answer is kept in this process, and children that it forks have it too. None: it could not be found out, because
+    no child could be started, somebody ended it, or it didn't find the module at all.
+    """
+    with _lock[0]:  # two threads that ask at the same time start one child
+        if (name, place) not in _known:
+            _known[name, place] = _try(name, SECONDS)
+        return _known[name, place]
+
+
+def _renew_lock() -> None:
+    """A forked child has none of the threads that may hold the lock."""
+    _lock[0] = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _try(name: str, seconds: float) -> Trial | None:
+    try:
+        with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
+            code = _run(name, seconds, said, told)
+            answer, errors = (_read(file) for file in (said, told))
+    except Exception:  # no fork allowed, no space for its output: it can't be found out
+        return None
+    if code is None:
+        return Trial(False, f"the import took more than {seconds:g} s")
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        if -code in _FROM_OUTSIDE:
+            return None
+        how = _signal(-code) if code < 0 else f"exit code {code}"
+        last = errors.strip().splitlines()[-1:]
+        return Trial(False, _line(": ".join([f"the import ends the interpreter ({how})", *last])))
+    if found["lost"]:
+        return None
+    return Trial(found["ok"], _line(found["reason"]), frozenset(found["names"]))
+
+
+def _run(name: str, seconds: float, said: Any, told: Any) -> int | None:
+    """The exit code of a child that imports a module, None where it took too long and was ended."""
+    flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()  # -I, -X and the like
+    given = json.dumps([name, sys.path, int(seconds) + 5])
+    # Off: if the package imports vLLM, that one shall not start children of its own.
+    environment = {**os.environ, "ROCM_FIXES": "off"}
+    child = subprocess.Popen(
+        [sys.executable, *flags, "-c", _CHILD, given],
+        stdin=subprocess.DEVNULL,
+        stdout=said,
+        stderr=told,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(OSError):  # the child, where it still runs, and what it has started
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def _read(file: Any) -> str:
+    file.seek(0)
+    return str(file.read().decode("utf-8", "replace"))
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _CUT else line[: _CUT - 3] + "..."
