@@ -101,8 +101,8 @@ def _in_fork(step: str, action: Callable[[], None], same_process: bool) -> None:
     os._exit(0)
 
 
-def _dense(model: Path) -> None:
-    """The configuration, and from the same process a worker by fork and one by spawn."""
+def _children(model: Path) -> None:
+    """From a process that has made a configuration, a worker by fork and one by spawn."""
     _config(model)
     _in_fork("forked child", _forked, same_process=False)
     _label("spawned child")
@@ -126,8 +126,8 @@ def main(wanted: list[str], together: bool) -> None:
         models.make(Path(folder))
         actions: dict[str, Callable[[], None]] = {}
         for name in models.MODELS:
-            what = _dense if name == "dense" else _config
-            actions[f"config {name}"] = lambda what=what, model=Path(folder) / name: what(model)
+            actions[f"config {name}"] = lambda model=Path(folder) / name: _config(model)
+        actions["children"] = lambda: _children(Path(folder) / "dense")
         for name, module in STEPS.items():
             actions[name] = lambda module=module: (importlib.import_module(module), None)[1]
         actions["sampler"] = _sampler
