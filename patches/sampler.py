@@ -25,9 +25,9 @@ from __future__ import annotations
 import ast
 import logging
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
+from vllm_rocm_fixes.failures import is_interruption
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.settings import flag
 from vllm_rocm_fixes.syntax import (
@@ -79,7 +79,7 @@ def answer(sampler: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any
                 logits, generators
             ), None
         except (Exception, SystemExit) as error:
-            if _is_interruption(error):
+            if is_interruption(error):
                 raise
             for i, generator in generators.items():
                 generator.set_state(states[i])  # a seed gives what it gives without AITER
@@ -96,28 +96,6 @@ def _stay_native(sampler: Any) -> bool:
     sampler._aiter_ops_import_failed = True
     sampler.forward = sampler.forward_native
     return fresh
-
-
-def _is_interruption(error: BaseException) -> bool:
-    """Somebody wants the process to stop: Ctrl-C or a signal handler's SystemExit, also where AITER made it another."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-    return any(isinstance(e, KeyboardInterrupt) or (isinstance(e, SystemExit) and _from_handler(e)) for e in chain)
-
-
-def _from_handler(error: BaseException) -> bool:
-    """A signal handler raised it: its frame was handed the signal's number and the frame that it interrupted."""
-    step = error.__traceback__
-    while step is not None and step.tb_next is not None:
-        values = list(step.tb_next.tb_frame.f_locals.values())
-        values = [v for value in values for v in (value if type(value) is tuple else (value,))]
-        if any(type(a) is int and b is step.tb_frame for a, b in pairwise(values)):
-            return True
-        step = step.tb_next
-    return False
 
 
 def examine(tree: ast.Module) -> Verdict:
