@@ -40,6 +40,19 @@ def statements(block: Block, into_definitions: bool = False) -> Iterator[tuple[B
                 yield from statements(inner, into_definitions)
 
 
+def holding(tree: ast.AST, node: ast.AST) -> tuple[Block, ast.stmt]:
+    """The innermost statement at which node stands, and the list that holds it. Raises ValueError where none does."""
+    found: tuple[Block, ast.stmt] | None = None
+    below = [tree]
+    while below:
+        inside = ((b, s) for n in below for b in blocks(n) for s in b if any(part is node for part in ast.walk(s)))
+        deeper = next(inside, None)
+        found, below = (deeper, [deeper[1]]) if deeper else (found, [])
+    if found is None:
+        raise ValueError("that node isn't in this tree")
+    return found
+
+
 def definitions(tree: ast.Module, qualified_name: str) -> list[Definition]:
     """The classes and functions of that dotted name, also those under `if` and `try`; inner functions don't count."""
     found: list[Definition] = []
@@ -86,7 +99,13 @@ def imports(node: ast.AST, package: str) -> list[ast.Import | ast.ImportFrom]:
 
 def calls(node: ast.AST, dotted_name: str) -> list[ast.Call]:
     """All calls at or below node whose function is spelt like that, such as `self.aiter_sample`."""
-    return find(node, ast.Call, lambda n: ast.unparse(n.func) == dotted_name)
+    last = dotted_name.rpartition(".")[2]  # unparsing each call of a module would take most of a mend's time
+
+    def matches(call: ast.Call) -> bool:
+        spelt = getattr(call.func, "attr", None) or getattr(call.func, "id", None)
+        return spelt == last and ast.unparse(call.func) == dotted_name
+
+    return find(node, ast.Call, matches)
 
 
 def names(node: ast.AST) -> set[str]:
