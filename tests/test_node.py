@@ -174,7 +174,7 @@ def test_aiters_sampling_ops_work_and_fail_as_told(plain):
     assert answer["top_k"] == [pytest.approx([4 / 9, 3 / 9, 2 / 9, 0])]
     assert len(answer["failures"]) == 18
     assert all(where.split()[1] == raised for where, raised in answer["failures"].items())
-    assert [event.name for event in events if event.kind == "call"][0].endswith("top_k_top_p_sampling_from_probs")
+    assert next(event.name for event in events if event.kind == "call").endswith("top_k_top_p_sampling_from_probs")
 
 
 @pytest.mark.parametrize(
