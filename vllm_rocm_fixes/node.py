@@ -70,7 +70,7 @@ class Node:
 
     folder: Path
     vllm: Path | None
-    options: Mapping[str, str]
+    options: dict[str, str]
 
     @property
     def log(self) -> Path:
@@ -120,7 +120,7 @@ def build(
     version is the release that vLLM's metadata claims, without a local part; vllm the folder that holds `vllm/`, or
     None where the process finds vLLM by itself. packages are names from EVERYTHING. aiter is the release of AITER: the
     kernel of the fused qk-rmsnorm is missing before 0.1.13, has a public name up to 0.1.15 and a private one from
-    0.1.16 on.
+    0.1.16 on; so with the MHC kernels, see _aiter_kernels.
 
     aiter_fails names the exception that AITER raises (ImportError, RuntimeError, KeyError, OSError, CalledProcessError,
     SystemExit, ...), aiter_fails_at where: "sampling" (when aiter.ops.sampling is imported, as a failed kernel build
@@ -142,7 +142,7 @@ def build(
         project, release = _VERSIONS[name]
         _distribution(target, project, aiter if name == "aiter" else release)
     if "aiter" in packages:
-        _qk_rmsnorm(target / "aiter" / "ops" / "fused_qk_norm_rope_cache_quant.py", aiter)
+        _aiter_kernels(target / "aiter" / "ops", aiter)
     options = {
         "ROCM_STANDIN_AITER_FAILS": aiter_fails,
         "ROCM_STANDIN_AITER_FAILS_AT": aiter_fails_at,
@@ -167,15 +167,23 @@ def _package(target: Path, name: str) -> None:
             file.write_text(_MODULE.format(name=module), encoding="utf-8")
 
 
-def _qk_rmsnorm(file: Path, aiter: str) -> None:
-    """The module whose one function came in AITER 0.1.13 and was renamed in 0.1.16; it answers for no other name."""
+def _aiter_kernels(ops: Path, aiter: str) -> None:
+    """The two modules of AITER that vLLM looks into before it uses them, as they are in that release.
+
+    The fused qk-rmsnorm came in 0.1.13 and was renamed in 0.1.16. The MHC kernels came and got their norm and a fused
+    one somewhere in that time; the stand-in has none before 0.1.13, and all of them from 0.1.19 on.
+    """
     release = tuple(int(part) for part in aiter.removeprefix("v").split(".")[:3])
+    if release < (0, 1, 13):
+        (ops / "mhc.py").unlink()
+    elif release < (0, 1, 19):
+        shutil.copy(TEMPLATES / "variants" / "mhc_before_fused.py", ops / "mhc.py")
     text = '"""Stand-in for AITER\'s fused kernels around qk-norm."""\n\nfrom rocm_standin import write\n\n'
     text += 'write("import", __name__)\n'
     if release >= (0, 1, 13):
         name = "fused_qk_rmsnorm" if release < (0, 1, 16) else "_fused_qk_rmsnorm"
         text += f"\n\ndef {name}(q, q_weight, q_eps, k, k_weight, k_eps):\n    return q, k\n"
-    file.write_text(text, encoding="utf-8")
+    (ops / "fused_qk_norm_rope_cache_quant.py").write_text(text, encoding="utf-8")
 
 
 def _distribution(target: Path, name: str, version: str, entry_points: str = "") -> None:
