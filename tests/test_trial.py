@@ -1,0 +1,176 @@
+"""The trial of an import in a child process: real packages, real crashes, real forks."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from native import packages
+
+from vllm_rocm_fixes import trial as module
+from vllm_rocm_fixes.trial import Trial, trial
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return packages(tmp_path_factory.mktemp("packages"))
+
+
+@pytest.fixture(autouse=True)
+def _on_the_path(folder, monkeypatch):
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(module, "_known", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("pure", ""),
+        ("pure.inner", ""),
+        ("json", ""),
+        ("leaves_a_child", ""),
+        ("ends_badly", ""),
+        ("raises_import_error", "ImportError: a part is missing"),
+        ("raises_other", "RuntimeError: no such GPU"),
+        ("ends_with_exit", "SystemExit: [aiter] build failed"),
+        ("leaves", "the import ends the interpreter (exit code 0)"),
+        ("lacks_a_part", "ModuleNotFoundError: No module named 'some_other_package_that_is_not_here'"),
+        ("lacks_a_library", "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory"),
+        ("aborts", "the import ends the interpreter (SIGABRT)"),
+        ("illegal", "the import ends the interpreter (SIGILL)"),
+    ],
+)
+def test_answer(name, reason):
+    start = time.monotonic()
+    found = trial(name)
+    assert (found.ok, found.reason) == (not reason, reason)
+    assert name.partition(".")[0] not in sys.modules or name == "json"
+    assert time.monotonic() - start < 20
+
+
+def test_nothing_of_the_import_reaches_this_process():
+    before = os.environ.get("PYTHONPATH"), list(sys.path)
+    assert "ElasticBuffer" in trial("heavy").names
+    assert (os.environ.get("PYTHONPATH"), sys.path) == before
+
+
+def test_a_hang_is_ended_with_all_it_started(monkeypatch):
+    monkeypatch.setattr(module, "SECONDS", 1.0)
+    start = time.monotonic()
+    assert trial("hangs") == Trial(False, "the import took more than 1 s")
+    assert time.monotonic() - start < 10
+    assert not _alive("time.sleep(600)")
+
+
+def test_what_a_package_left_running_is_ended():
+    assert trial("leaves_a_child").ok
+    assert not _alive("import time; time.sleep(600)")
+
+
+def _alive(word):
+    """Processes of that command that were ours; a process that is being killed gets a moment."""
+    deadline = time.monotonic() + 5
+    while (found := _running(word)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def _running(word):
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/cmdline", "rb") as file:
+                    command = file.read()
+                with open(f"/proc/{entry}/stat") as file:
+                    state = file.read().rpartition(")")[2].split()[0]
+                with open(f"/proc/{entry}/status") as file:
+                    parent = next(line for line in file if line.startswith("PPid")).split()[1]
+            except OSError:
+                continue
+            if word.encode() in command and state != "Z" and parent in ("1", str(os.getpid())):
+                found.append(entry)
+    return found
+
+
+def test_threads_share_one_child_and_forks_its_answer(folder, tmp_path, monkeypatch):
+    log = tmp_path / "imports"
+    package = tmp_path / "counted"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"open({str(log)!r}, 'a').write('x')\nimport time\ntime.sleep(0.3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answers = []
+    threads = [threading.Thread(target=lambda: answers.append(trial("counted").ok)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    pid = os.fork()  # while another thread holds the lock
+    if pid == 0:
+        os._exit(0 if trial("pure").ok else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    for thread in threads:
+        thread.join()
+    assert answers == [True] * 4
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if trial("counted").ok else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert log.read_text() == "x"
+
+
+def test_another_place_is_another_trial():
+    assert trial("pure", "one").ok
+    module._known["pure", "one"] = Trial(False, "kept")
+    assert trial("pure", "one").reason == "kept"
+    assert trial("pure", "two").ok
+
+
+def test_no_child_no_answer(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    assert trial("pure") is None
+
+
+def test_where_no_fork_is_allowed(folder):
+    code = """
+import os, resource, sys, tempfile
+from vllm_rocm_fixes.trial import trial
+import json, encodings.idna
+if os.getuid() == 0:  # no limit holds for root
+    os.setgid(65534)
+    os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+print(trial("pure"))
+"""
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("None\n", 0), done.stderr
+
+
+def test_who_is_not_found_in_the_child_is_unknown(monkeypatch):
+    assert trial("nothing_of_that_name") is None
+    assert trial("pure.nothing_of_that_name") is None
+
+
+def test_a_child_that_somebody_ended_tells_nothing(tmp_path, monkeypatch):
+    (tmp_path / "killed.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert trial("killed") is None
+
+
+def test_the_child_is_as_this_interpreter(tmp_path, monkeypatch):
+    (tmp_path / "asks.py").write_text(
+        "import os, sys, json, resource\n"
+        "core, off = resource.getrlimit(resource.RLIMIT_CORE)[0], os.environ['ROCM_FIXES']\n"
+        "raise ImportError(json.dumps([sys.executable, sys.path, os.environ['KEPT'], off, core, sys.argv]))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("KEPT", "yes")
+    monkeypatch.setattr(module, "_CUT", 10_000)
+    told = json.loads(trial("asks").reason.partition(": ")[2])
+    assert told == [sys.executable, sys.path, "yes", "off", 0, ["-c"]]
+    assert "ROCM_FIXES" not in os.environ
