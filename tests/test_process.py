@@ -117,6 +117,27 @@ def test_loaded_and_not_loaded_modules_are_mended_and_one_line_says_so(shelf):
     assert len(warned) == 3
 
 
+def test_the_line_waits_until_logging_is_set_up(shelf):
+    got = child(
+        shelf,
+        """
+        logger = logging.getLogger("vllm")
+        logger.setLevel(logging.NOTSET)  # as before vLLM's own set-up: the root's WARNING counts
+        p = process.Process([patch("early")], ())
+        p.register()
+        import vllm.early, colorsys
+        heard = [len(said)]
+        logger.setLevel(logging.INFO)
+        import wave
+        heard += [len(said), said[0][1]]
+        import tabnanny
+        print(json.dumps(heard + [len(said)]))
+        """,
+    )
+    assert got[:2] + got[3:] == [0, 1, 1]
+    assert "early needed and applied;" in got[2]
+
+
 def test_an_edit_that_fails_keeps_stock_and_says_so_once(shelf):
     results, late, said = child(
         shelf,

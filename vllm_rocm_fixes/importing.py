@@ -27,7 +27,8 @@ class Finder:
 
     coders: for each module to be mended, what gives its code (called with the name, the stock loader and the spec's
     origin; None keeps stock). guards: for each guarded package, the contexts in which it is executed; one that raises
-    ImportError forbids the import, any other error of its own is passed to on_error.
+    ImportError forbids the import, any other error of its own is passed to on_error. reminder, where it is set, is
+    called before each import, whatever its name.
     """
 
     def __init__(
@@ -38,11 +39,18 @@ class Finder:
     ) -> None:
         self._coders, self._guards, self._on_error = coders, guards, on_error
         self._busy = threading.local()
+        self.reminder: Callable[[], None] | None = None
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The stock spec with our loader before the stock one; None leaves the name to the finders behind us."""
+        if self.reminder is not None:
+            try:
+                self.reminder()
+            except Exception as error:
+                self.reminder = None
+                self._on_error(name, error)
         if name not in self._coders and name not in self._guards:
             return None
         busy: set[str] = self._busy.__dict__.setdefault("names", set())

@@ -6,6 +6,7 @@ Strict mode is the exception, and it ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -57,6 +58,8 @@ class Process:
         self.milliseconds = 0.0  # spent in the two doors
         self._recorded = False
         self._said: set[str] = set()
+        self._finder: Finder | None = None
+        self._unsaid = [True]
         self._renew_lock()
         os.register_at_fork(after_in_child=self._renew_lock)
 
@@ -92,7 +95,8 @@ class Process:
             packages = {
                 package: [g.around for g in guards if package in g.packages] for g in guards for package in g.packages
             }
-            install(Finder({module: self._code for module in self._wanted}, packages, self._guard_failed))
+            self._finder = Finder({module: self._code for module in self._wanted}, packages, self._guard_failed)
+            install(self._finder)
             self._mend_loaded()
             self.milliseconds += 1000 * (time.perf_counter() - begun)
 
@@ -113,9 +117,23 @@ class Process:
             for module in sorted(self._pending):
                 self._survey(module)
             self._hand_switches_to_ray()
-            logger.info("%s", self.line())
+            self._say_line()
             self.milliseconds += 1000 * (time.perf_counter() - begun)
             self._recorded = records.write(self) is not None
+
+    def _say_line(self) -> None:
+        """Log the line once INFO is shown, now or with a later import.
+
+        `vllm serve` opens the doors while it reads its arguments; 0.32.0 sets its logging up after that.
+        """
+        if self._finder and not logger.isEnabledFor(logging.INFO):
+            self._finder.reminder = self._say_line
+            return
+        if self._finder:
+            self._finder.reminder = None
+        with contextlib.suppress(IndexError):  # another thread was faster
+            self._unsaid.pop()
+            logger.info("%s", self.line())
 
     def line(self) -> str:
         """One line: the overlay's and vLLM's versions, and what became of each patch and guard."""
