@@ -124,9 +124,10 @@ def build(
 
     aiter_fails names the exception that AITER raises (ImportError, RuntimeError, KeyError, OSError, CalledProcessError,
     SystemExit, ...), aiter_fails_at where: "sampling" (when aiter.ops.sampling is imported, as a failed kernel build
-    does), "package" (when aiter is) or "call" (at the first kernel call). hip is what torch.version.hip shall say;
-    empty leaves torch as it is. The same choices can be made for one process by the variables ROCM_STANDIN_AITER_FAILS,
-    ROCM_STANDIN_AITER_FAILS_AT and ROCM_STANDIN_HIP.
+    does), "package" (when aiter is) or "call" (at the first kernel call). hip makes torch look like a build for that
+    version of HIP: torch.version.hip says it, and torch.cuda.is_available is true; empty leaves torch as it is. The
+    same choices can be made for one process by the variables ROCM_STANDIN_AITER_FAILS, ROCM_STANDIN_AITER_FAILS_AT and
+    ROCM_STANDIN_HIP.
 
     Raises ValueError for a package that isn't known.
     """

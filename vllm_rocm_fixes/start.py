@@ -22,15 +22,15 @@ STEPS = (
     "config mla",
     "config fp8",
     "config quark",
-    "children",
-    "forked child",
-    "spawned child",
     "worker",
     "all2all_utils",
     "kernel_warmup",
     "fa_utils",
     "sampler",
     "jit_monitor",
+    "children",
+    "forked child",
+    "spawned child",
 )
 
 

@@ -23,6 +23,7 @@ AITER = {"0.14": "0.1.7", "0.16": "0.1.7", "0.17": "0.1.10", "0.18": "0.1.10", "
     "0.21": "0.1.13", "0.22": "0.1.13", "0.23": "0.1.13", "0.24": "0.1.13", "0.25": "0.1.16", "0.26": "0.1.16"
 }  # fmt: skip
 NEWEST_AITER = "0.1.26"
+HIP = "7.2.26015"
 
 
 class Job(NamedTuple):
@@ -40,7 +41,7 @@ def run(job: Job, cache: Path | None = None) -> Start:
     aiter = AITER.get(".".join(job.release.split(".")[:2]), NEWEST_AITER)
     with tempfile.TemporaryDirectory() as folder:
         built = node.build(
-            folder, version=job.release, vllm=tree(job.release), packages=SETS[job.packages], aiter=aiter
+            folder, version=job.release, vllm=tree(job.release), packages=SETS[job.packages], aiter=aiter, hip=HIP
         )
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         if cache:

@@ -118,8 +118,7 @@ def watch(torch: Any) -> None:
             setattr(torch._C, name, functools.partial(_constant, answer))
     cuda._device_count_amdsmi = lambda: 1
     cuda.device_count = torch.accelerator.device_count = lambda: 1
-    if option("AVAILABLE"):
-        cuda.is_available = torch.accelerator.is_available = lambda: True
     if option("HIP"):
         torch.version.hip = option("HIP")
+        cuda.is_available = torch.accelerator.is_available = lambda: True
     os.register_at_fork(after_in_child=_after_fork)

@@ -127,11 +127,11 @@ def main(wanted: list[str], together: bool) -> None:
         actions: dict[str, Callable[[], None]] = {}
         for name in models.MODELS:
             actions[f"config {name}"] = lambda model=Path(folder) / name: _config(model)
-        actions["children"] = lambda: _children(Path(folder) / "dense")
         for name, module in STEPS.items():
             actions[name] = lambda module=module: (importlib.import_module(module), None)[1]
         actions["sampler"] = _sampler
         actions["jit_monitor"] = _jit_monitor
+        actions["children"] = lambda: _children(Path(folder) / "dense")
         for step, action in actions.items():
             if wanted and step not in wanted:
                 continue
