@@ -36,7 +36,7 @@ REMEDIES = {
     "Temporary failure in name resolution": "there is no network; connect, then run the same command again",
     "NewConnectionError": "the package registry can't be reached; check network and proxy, then try again",
     "ConnectTimeout": "the package registry doesn't answer; check network and proxy, then try again",
-    "No matching distribution found": "the package registry has nothing for this Python; say PYTHON=python3.12",
+    "No matching distribution found": "the package registry has nothing for this Python, or isn't reached",
     "ensurepip is not": "this Python can't make environments; on Debian: apt-get install python3-venv",
 }
 

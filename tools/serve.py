@@ -31,6 +31,7 @@ SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 7, "max_token
 OPTIONS = "--max-model-len 512 --enforce-eager --gpu-memory-utilization 0.3 --dtype bfloat16"
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 PROCESSES = ("APIServer", "EngineCore", "Worker")
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE = 600  # seconds; it takes about 35 on two idle cores
 # vLLM puts the process before each line, in the API server as soon as it has parsed its arguments.
 OURS = re.compile(r"(?:\((?P<process>[^)]*)\) )?.*?(?P<said>vllm-rocm-fixes \d.*)")
@@ -80,6 +81,7 @@ def command(port: int) -> list[str]:
 @contextlib.contextmanager
 def serving(log: Path, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
     """Start the server, wait until it is ready; at the end, whatever happened, end it and all its children."""
+    model.make()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -87,6 +89,8 @@ def serving(log: Path, environment: Mapping[str, str] | None = None) -> Iterator
     print("$", shlex.join([*(f"{name}={value}" for name, value in started.items()), *command(port)]))
     print(f"log: {log}", flush=True)
     with log.open("wb") as out:
+        # A signal while it is being started would leave a server that nobody knows: it waits until it is known.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         process = subprocess.Popen(
             command(port),
             stdin=subprocess.DEVNULL,
@@ -94,9 +98,11 @@ def serving(log: Path, environment: Mapping[str, str] | None = None) -> Iterator
             stderr=subprocess.STDOUT,
             env={**os.environ, **started},
             start_new_session=True,  # a process group of its own: what is ended at the end
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING),
         )
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         wait(server)
         yield server
     finally:
@@ -143,7 +149,7 @@ def main() -> int:
     parser.add_argument("--once", action="store_true", help="end after the answer")
     parser.add_argument("--log", type=Path, help="the file for the server's log")
     options = parser.parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in STOPPING[1:]:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     log = options.log or Path(tempfile.mkdtemp(prefix="vllm-rocm-fixes-")) / "serve.log"
     try:
