@@ -1,26 +1,48 @@
 # Each command makes what it needs in .venv, once. It takes a Python from 3.11 to 3.14, gcc and a package registry.
+# Whatever stands in ARGS is handed on: make test ARGS="-k sampler -x"
 PYTHON ?= $(or $(firstword $(foreach p,python3 python3.12 python3.13 python3.11 python3.14,$(shell \
 	$(p) -c 'import sys, venv; print("$(p)" if (3, 11) <= sys.version_info < (3, 15) else "")' 2>/dev/null))),python3)
 RUN := .venv/bin/python
-PYTEST := $(RUN) -m pytest
+script = $(if $(wildcard $(1)),$(RUN) $(1) $(ARGS),@echo "make $@: there is no $(1)" >&2; exit 1)
 
-.PHONY: help serve test lint unit matrix contract bench drift build clean
+.PHONY: help serve test lint unit matrix contract bench drift build clean .venv-serve .venv-test
 
 help:  ## list the commands
-	@sed -n 's/^\([a-z]*\):.*## /  make \1  /p' $(MAKEFILE_LIST) | awk '{c=$$2; $$1=$$2=""; printf "  make %-9s %s\n", c, substr($$0, 3)}'
+	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-serve: .venv-serve  ## serve a chat model with stock vLLM and the overlay, ask it a question; ONCE=1 ends after the answer
-	@$(RUN) tools/serve.py $(if $(ONCE),--once)
+serve: .venv-serve  ## serve a chat model with stock vLLM and the overlay, ask it something; ONCE=1 ends after the answer
+	@$(RUN) tools/serve.py $(if $(ONCE),--once) $(ARGS)
 
 test: lint  ## style, types and every test
-	$(PYTEST) $(ARGS)
+	$(RUN) -m pytest $(ARGS)
 
 lint: .venv-test  ## style and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-.PHONY: .venv-serve .venv-test
+unit: .venv-test  ## the tests that need no vLLM, on every Python from 3.10 to 3.14 that is here
+	$(RUN) -m nox
+
+matrix: .venv-test  ## every patch against every release of vLLM; writes docs/support.md
+	$(call script,tests/matrix.py)
+
+contract: .venv-test  ## start every release on the stand-in node: what is imported too early
+	$(call script,tools/contract.py)
+
+bench: .venv-test  ## what the overlay costs and saves
+	$(call script,benchmarks/run.py)
+
+drift: .venv-test  ## what has appeared on the registry that docs/support.md does not know
+	$(call script,tools/drift.py)
+
+build: .venv-test  ## the wheel and the sdist, in dist/
+	$(RUN) -m build --no-isolation
+
+clean:  ## remove what the commands made here; downloads and the model stay in the cache
+	rm -rf .venv build dist .nox .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
 .venv-serve:
 	@$(PYTHON) tools/environment.py serve
 .venv-test:
