@@ -1,0 +1,156 @@
+"""kernel_warmup: the helper of a warm-up is imported when that warm-up will run.
+
+Stock: `kernel_warmup` imports helpers for warm-ups that most engines never run. FlashInfer's PCIe IPC helper stood at
+module scope in one nightly (0.28.1.dev202609011116); since then it is gated by a second reading of the variable that
+the communicator has already judged. The Qwen helpers stand at module scope from 0.25.0 on: they import FLA late by
+now, which a fork from before vLLM #47539 does not. `kernel_warmup()` imports MiniMax-M3's helper on every platform
+(0.24.0 on), and with it that model's NVIDIA file: torchvision, flashinfer.comm, flash_attn.
+Seen: an engine without torchvision dies in warm-up; a model registered in the parent is unknown in its children, and
+"Cannot re-initialize CUDA in forked subprocess", because importing flashinfer.comm initialises the GPU.
+Origin: vLLM #53576, #54869 (PCIe IPC), #47539 (Qwen), #49920 and its open pull request #49933 (MiniMax-M3).
+Delete this file when no supported release imports MiniMax-M3's helper off CUDA.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from vllm_rocm_fixes.late import defer
+from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
+from vllm_rocm_fixes.syntax import calls, find, function, holding, names, parse_statements, replace, statements
+
+_PCIE = "warmup_flashinfer_pcie_ipc_allreduce"
+_MINIMAX = "minimax_m3_msa_warmup"
+_EAGER = ("flashinfer_pcie_ipc", "qwen", "flash_linear_attention", _MINIMAX)  # what a helper's name begins with
+
+
+def examine(tree: ast.Module) -> Verdict:
+    """What is imported at module scope, and under which condition the helpers of kernel_warmup() are."""
+    run = function(tree, "kernel_warmup")
+    if run is None:
+        return unknown("looked for the function kernel_warmup, and it isn't there once")
+    early = [ast.unparse(s) for s in find(tree, ast.stmt, _is_helper) if _at_module_scope(tree, s)]
+    try:
+        minimax = _minimax(tree)
+    except LookupError as doubt:
+        return unknown(str(doubt))
+    defects = [f"module scope has `{text.splitlines()[0]}`" for text in early]
+    if _pcie_calls(tree):
+        defects.append("PCIe IPC's warm-up doesn't ask the communicator whether it will run")
+    if minimax:
+        defects.append("MiniMax-M3's helper is imported on every platform")
+    if defects:
+        return needed("; ".join(defects))
+    return clear("helpers are imported when their warm-up will run")
+
+
+def mend(tree: ast.Module) -> None:
+    """Gate the two warm-ups, then take the helpers out of module scope."""
+    for call in _pcie_calls(tree):
+        statement = _gated(tree, call) or holding(tree, call)[1]
+        block = holding(tree, statement)[0]
+        code = "from vllm_rocm_fixes.patches.kernel_warmup import pcie_ipc_chosen\nif pcie_ipc_chosen():\n    pass"
+        begin, gate = parse_statements(code, statement)
+        assert isinstance(gate, ast.If)
+        gate.body = statement.body if isinstance(statement, ast.If) else [statement]
+        replace(block, statement, [begin, gate])
+    minimax = _minimax(tree)
+    if minimax:
+        imported, statement = minimax
+        for late in imported:
+            replace(holding(tree, late)[0], late, [])
+        block = holding(tree, statement)[0]
+        gate = parse_statements("if current_platform.is_cuda():\n    pass", statement)[0]
+        assert isinstance(gate, ast.If)
+        gate.body = [*imported, statement]
+        replace(block, statement, [gate])
+    if any(_at_module_scope(tree, s) for s in find(tree, ast.stmt, _is_helper)):
+        defer(tree, _is_helper)
+
+
+def _is_helper(statement: ast.stmt) -> bool:
+    """An import, or a `try` around one, of what warms up FlashInfer's PCIe IPC, Qwen, FLA or MiniMax-M3."""
+    if isinstance(statement, ast.Try):
+        return any(_is_helper(inner) for inner in statement.body)
+    if not isinstance(statement, ast.Import | ast.ImportFrom):
+        return False
+    module = statement.module or "" if isinstance(statement, ast.ImportFrom) else ""
+    words = ".".join([module, *(alias.name for alias in statement.names)]).lower().split(".")
+    return any(w.startswith(_EAGER) or w == "fla" for w in words)
+
+
+def _at_module_scope(tree: ast.Module, statement: ast.stmt) -> bool:
+    """Runs when the module is imported: outside of definitions and of `if TYPE_CHECKING`."""
+    typing = [s for _, s in statements(tree.body) if isinstance(s, ast.If) and "TYPE_CHECKING" in names(s.test)]
+    if any(part is statement for s in typing for inner in s.body for part in ast.walk(inner)):
+        return False
+    return any(s is statement for _, s in statements(tree.body))
+
+
+def _pcie_calls(tree: ast.Module) -> list[ast.Call]:
+    """Calls of the PCIe IPC warm-up that aren't gated by what the communicator decided."""
+    found = find(tree, ast.Call, lambda c: ast.unparse(c.func).rpartition(".")[2] == _PCIE)
+    return [c for c in found if not any(calls(i.test, "pcie_ipc_chosen") for i in _around(tree, c))]
+
+
+def _gated(tree: ast.Module, call: ast.Call) -> ast.If | None:
+    """Upstream's own gate around the call, from 0.30.0 on: one variable of vllm.envs, and nothing else in it."""
+    around = [i for i in _around(tree, call) if "PCIE_IPC" in ast.unparse(i.test) and not i.orelse]
+    return around[-1] if around else None
+
+
+def _around(tree: ast.Module, node: ast.AST) -> list[ast.If]:
+    return find(tree, ast.If, lambda i: any(part is node for s in i.body for part in ast.walk(s)))
+
+
+def _minimax(tree: ast.Module) -> tuple[list[ast.ImportFrom], ast.stmt] | None:
+    """MiniMax-M3's helper where it runs on every platform: its imports in kernel_warmup(), and its call.
+
+    None where it is gated, or isn't there. Raises LookupError where it is used in a way that isn't known.
+    """
+    run = function(tree, "kernel_warmup")
+    assert run is not None
+    imported = [s for s in find(run, ast.ImportFrom) if any(a.name == _MINIMAX for a in s.names)]
+    called = [holding(run, c)[1] for c in calls(run, _MINIMAX)]
+    if all(_on_cuda(tree, s) for s in (*imported, *called)):
+        return None
+    platform = [s for s in find(tree, ast.ImportFrom) if any(a.name == "current_platform" for a in s.names)]
+    if len(imported) > 1 or len(called) != 1 or not any(_at_module_scope(tree, s) for s in platform):
+        found = f"{len(imported)} and {len(called)}"
+        raise LookupError(f"looked for one import and one call of {_MINIMAX} in kernel_warmup(), and found {found}")
+    return imported, called[0]
+
+
+def _on_cuda(tree: ast.Module, statement: ast.stmt) -> bool:
+    return any(calls(i.test, "current_platform.is_cuda") for i in _around(tree, statement))
+
+
+# What the mended code calls
+
+
+def pcie_ipc_chosen() -> bool:
+    """Whether the communicator of the tensor-parallel group has a PCIe IPC all-reduce that is not disabled.
+
+    It read VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC and judged platform, world size and node when it was made
+    (vllm/distributed/device_communicators/cuda_communicator.py); False where there is no such group.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    try:
+        communicator = get_tp_group().device_communicator
+    except AssertionError:  # stock's answer for a group that isn't there
+        return False
+    chosen = getattr(communicator, "fi_pcie_ipc_ar_comm", None)
+    return chosen is not None and not chosen.disabled
+
+
+PATCH = Patch(
+    name="kernel_warmup",
+    module="vllm.model_executor.warmup.kernel_warmup",
+    summary="a warm-up's helper is imported when that warm-up will run",
+    origin=("vLLM #54869", "vLLM #47539", "vLLM #49920"),
+    since="0.24.0",
+    until=None,
+    examine=examine,
+    mend=mend,
+)
