@@ -1,0 +1,74 @@
+"""warmup_searches: a worker imports a model's file only where that model is loaded.
+
+Stock: two warm-ups run in every worker of every model, and import a model's file in order to look for its class in the
+model at hand: Qwen3-VL's vision tower (0.30.0 on) and Step5's attention (0.33.0). Both files lead to transformers'
+image processing, which needs torchvision.
+Seen: an engine without torchvision dies in its warm-up, whatever model it serves; seconds in each worker otherwise.
+An object of a class can't be there before the module of its class is, so the search ends where that isn't loaded.
+Origin: found in the sources; upstream has not changed it (0.33.0). It is vLLM #49920 in other files.
+Delete this file when the helpers don't import the models' files.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import partial
+
+from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
+from vllm_rocm_fixes.syntax import Function, calls, find, function, insert_before, parse_statements
+
+_MODELS = ("vllm.model_executor.models.", "vllm.models.")
+
+
+def examine(entry: str, tree: ast.Module) -> Verdict:
+    """Which functions import a model's file in order to look for its class; entry is the warm-up itself."""
+    if function(tree, entry) is None:
+        return unknown(f"looked for the function {entry}, and it isn't there once")
+    found = _searches(tree)
+    if found:
+        return needed(f"{', '.join(f.name for f, _ in found)} imports a model's file for every model")
+    return clear("no model's file is imported to look for its class")
+
+
+def mend(tree: ast.Module) -> None:
+    """Return before the import where the file isn't loaded."""
+    for search, imported in _searches(tree):
+        code = f"import sys\nif {imported.module!r} not in sys.modules:\n    return"
+        insert_before(search.body, imported, parse_statements(code, imported))
+
+
+def _searches(tree: ast.Module) -> list[tuple[Function, ast.ImportFrom]]:
+    """Functions that import a model's class and use it for nothing but isinstance, and don't ask sys.modules before."""
+    found = []
+    for search in (s for s in tree.body if isinstance(s, Function)):
+        asked = {id(n) for c in calls(search, "isinstance") for n in ast.walk(c)}
+        if find(search, ast.Compare, lambda c: ast.unparse(c).endswith("not in sys.modules")):
+            continue
+        for imported in (s for s in search.body if isinstance(s, ast.ImportFrom)):
+            bound = {alias.asname or alias.name for alias in imported.names}
+            used = [n for n in find(search, ast.Name) if n.id in bound]
+            if (imported.module or "").startswith(_MODELS) and used and all(id(n) in asked for n in used):
+                found.append((search, imported))
+    return found
+
+
+QWEN_VL = Patch(
+    name="qwen_vl_warmup",
+    module="vllm.model_executor.warmup.qwen_vl_triton_warmup",
+    summary="Qwen3-VL's file is imported only where that model is loaded",
+    origin=("vLLM #49920",),
+    since="0.30.0",
+    until=None,
+    examine=partial(examine, "qwen_vl_triton_warmup"),
+    mend=mend,
+)
+STEP5 = Patch(
+    name="step5_warmup",
+    module="vllm.model_executor.warmup.step5_dsa_warmup",
+    summary="Step5's file is imported only where that model is loaded",
+    origin=("vLLM #49920",),
+    since="0.33.0",
+    until=None,
+    examine=partial(examine, "step5_dsa_warmup"),
+    mend=mend,
+)
