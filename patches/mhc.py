@@ -1,0 +1,157 @@
+"""mhc: which fused kernels AITER has is read from its source, not by importing it.
+
+Stock: `layers/mhc.py` is imported with every quantised model's configuration. From 0.30.0 on it asks, while it is being
+imported, whether AITER has `mhc_fused_post_pre` and whether its kernels take a norm, and imports AITER to find out.
+Seen: AITER's start, its kernel builds and a HIP context in the API server; `fork` is lost; an error that isn't one of
+the four that are caught (RuntimeError on an unsupported GPU, SystemExit of a failed build) ends the start.
+The probe for TileLang in the same file (0.22.0 on) is `has_tilelang()`: the patch import_utils mends it at its source.
+In 0.20.0 to 0.21.0 the file holds TileLang kernels itself, and only the DeepSeek-V4 model imports it.
+Origin: found in the sources; upstream has not changed it (0.33.0). Delete this file when it asks without importing.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
+from vllm_rocm_fixes.syntax import Function, calls, find, imports, parse_statements, replace, statements
+
+_MODULE = "aiter.ops.mhc"
+
+
+def examine(tree: ast.Module) -> Verdict:
+    """Where this module imports AITER while it is imported, and whether those places are known."""
+    if not find(tree, ast.ClassDef, lambda c: c.name == "MHCPreOp") and not _has_kernels(tree):
+        return unknown("looked for the class MHCPreOp, and it isn't there")
+    plain = (s for _, s in statements(tree.body) if isinstance(s, ast.Import | ast.ImportFrom))
+    if any(imports(s, "aiter") for s in plain):
+        return unknown("AITER is imported at module scope itself")
+    probes = _probes(tree)
+    strange = [p.name for p in probes if _kind(p) is None]
+    if strange:
+        return unknown(f"{', '.join(strange)} imports AITER at module scope for a question that isn't known")
+    asking = [p.name for p in probes if not _answered(p)]
+    if asking:
+        return needed(f"AITER is imported at module scope by {', '.join(asking)}")
+    return clear("AITER's kernels are not asked for by importing it")
+
+
+def mend(tree: ast.Module) -> None:
+    """Answer from AITER's source first; stock's own way stays for a source that doesn't tell."""
+    for probe in _probes(tree):
+        if _answered(probe):
+            continue
+        attempt = next(s for s in probe.body if isinstance(s, ast.Try))
+        question = 'has_kernel("mhc_fused_post_pre")'
+        if _kind(probe) == "norm":
+            question = f"takes_norm({probe.args.args[0].arg})"
+        code = f"from vllm_rocm_fixes.patches.mhc import {question.partition('(')[0]}\n"
+        code += f"_from_source = {question}\nif _from_source is not None:\n    return _from_source"
+        replace(probe.body, attempt, [*parse_statements(code, attempt), attempt])
+
+
+def _has_kernels(tree: ast.Module) -> bool:
+    return bool(imports(tree, "tilelang")) and bool(find(tree, ast.FunctionDef, lambda f: f.name.startswith("mhc_pre")))
+
+
+def _probes(tree: ast.Module) -> list[Function]:
+    """Functions that import AITER and are called at module scope."""
+    called = {
+        ast.unparse(call.func)
+        for _, s in statements(tree.body)
+        if not isinstance(s, ast.ClassDef | Function)
+        for call in find(s, ast.Call)
+    }
+    return [f for f in tree.body if isinstance(f, Function) and f.name in called and imports(f, "aiter")]
+
+
+def _kind(probe: Function) -> str | None:
+    """What a probe asks: for the fused kernel, or whether a kernel (named by the argument) takes a norm."""
+    attempts = [s for s in probe.body if isinstance(s, ast.Try)]
+    asked = imports(probe, "aiter")
+    if len(attempts) != 1 or len(asked) != 1 or not isinstance(asked[0], ast.ImportFrom):
+        return None
+    where, names, count = asked[0].module, [a.name for a in asked[0].names], len(probe.args.args)
+    if where == _MODULE and names == ["mhc_fused_post_pre"] and calls(probe, "callable") and count == 0:
+        return "fused"
+    words = {n.value for n in find(probe, ast.Constant)}
+    if where == "aiter.ops" and names == ["mhc"] and {"norm_weight", "norm_eps", "_fake"} <= words and count == 1:
+        return "norm"
+    return None
+
+
+def _answered(probe: Function) -> bool:
+    return bool(calls(probe, "has_kernel") or calls(probe, "takes_norm"))
+
+
+# What the mended code calls
+
+
+def has_kernel(name: str) -> bool | None:
+    """Whether AITER's source defines a function of that name in aiter.ops.mhc; None where the source doesn't tell."""
+    tree = _source()
+    if tree is None:
+        return False
+    if any(isinstance(s, Function) and s.name == name for _, s in statements(tree.body)):
+        return True
+    return None if _is_opaque(tree, name) else False
+
+
+def takes_norm(name: str) -> bool | None:
+    """Whether that kernel, or its fake, has the parameters norm_weight and norm_eps; None where the source is silent.
+
+    A decorated function doesn't count: AITER's decorators (aiter/jit/utils/torch_guard.py, aiter/jit/core.py) return
+    a function of (*args, **kwargs), and that is all that stock's inspect.signature sees of it.
+    """
+    tree = _source()
+    if tree is None:
+        return False
+    for candidate in (name, f"{name}_fake"):
+        found = [s for _, s in statements(tree.body) if isinstance(s, Function) and s.name == candidate]
+        if not found and _is_opaque(tree, candidate):
+            return None
+        arguments = (
+            found[-1].args if found and not found[-1].decorator_list else ast.arguments([], [], None, [], [], None, [])
+        )
+        names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        if {"norm_weight", "norm_eps"} <= names:
+            return True
+    return False
+
+
+def _source() -> ast.Module | None:
+    """The tree of aiter.ops.mhc where find_spec says AITER lies; None where it has no such module."""
+    spec = importlib.util.find_spec("aiter")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for file in (Path(folder, "ops", "mhc.py"), Path(folder, "ops", "mhc", "__init__.py")):
+            if file.is_file():
+                return ast.parse(file.read_bytes(), str(file))
+    return None
+
+
+def _is_opaque(tree: ast.Module, name: str) -> bool:
+    """Whether the module binds a name without defining it, or answers for any name."""
+    for _, statement in statements(tree.body):
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            if any((a.asname or a.name) in (name, "*") for a in statement.names):
+                return True
+        elif isinstance(statement, Function):
+            if statement.name == "__getattr__":
+                return True
+        elif any(n.id == name and isinstance(n.ctx, ast.Store) for n in find(statement, ast.Name)):
+            return True
+    return False
+
+
+PATCH = Patch(
+    name="mhc",
+    module="vllm.model_executor.layers.mhc",
+    summary="which fused kernels AITER has is read from its source",
+    origin=("vLLM #51162",),
+    since="0.30.0",
+    until=None,
+    examine=examine,
+    mend=mend,
+)
