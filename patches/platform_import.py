@@ -1,0 +1,64 @@
+"""platform_import: a warning while the ROCm platform is imported doesn't import vLLM's distributed package.
+
+Stock: where amdsmi gives no GPU architecture, `vllm.platforms.rocm` says so with `logger.warning_once` while it is
+being imported. From 0.19.0 that call asks vllm.distributed for the rank, which asks for the platform, which isn't there
+yet. (In 0.17.0 to 0.18.1 the same call has another default and imports nothing.)
+Seen in containers and WSL without amdsmi: "cannot import name 'RocmPlatform'" or a circular import, instead of the
+warning and torch's answer. Only the platform door is early enough.
+Origin: vLLM #40081, #41596; 0.27.0 dropped the warning. Delete this file when 0.27.0 is the oldest supported release.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
+from vllm_rocm_fixes.syntax import Function, find, function, parse_expression, statements
+
+_ONCE = ("debug_once", "info_once", "warning_once")
+
+
+def examine(tree: ast.Module) -> Verdict:
+    """Whether what runs at import says something once, and leaves open for which processes."""
+    if function(tree, "_get_gcn_arch") is None and not find(tree, ast.ClassDef, lambda c: c.name == "RocmPlatform"):
+        return unknown("looked for _get_gcn_arch and for the class RocmPlatform, and found neither")
+    lines = ", ".join(str(call.lineno) for call in _said(tree))
+    if lines:
+        return needed(f"while it is imported it logs once without naming a scope (line {lines})")
+    return clear("nothing that runs at import logs through the distributed package")
+
+
+def mend(tree: ast.Module) -> None:
+    """Name the scope that needs no rank."""
+    for call in _said(tree):
+        call.keywords.append(ast.keyword("scope", parse_expression("'process'", call)))
+
+
+def _said(tree: ast.Module) -> list[ast.Call]:
+    """The calls of logger.*_once without a scope in what runs when the module is imported."""
+    found: list[ast.Call] = []
+    seen: set[str] = set()
+    running: list[ast.AST] = [s for _, s in statements(tree.body) if not isinstance(s, ast.ClassDef | Function)]
+    while running:
+        part = running.pop()
+        for call in find(part, ast.Call):
+            name = ast.unparse(call.func)
+            if name in [f"logger.{once}" for once in _ONCE] and not any(k.arg == "scope" for k in call.keywords):
+                found.append(call)
+            called = function(tree, name) if name not in seen and isinstance(call.func, ast.Name) else None
+            if called is not None:
+                seen.add(name)
+                running += called.body
+    return list({id(call): call for call in found}.values())
+
+
+PATCH = Patch(
+    name="platform_import",
+    module="vllm.platforms.rocm",
+    summary="a node without amdsmi gets its platform and not a circular import",
+    origin=("vLLM #40081", "vLLM #41596"),
+    since="0.17.0",
+    until="0.27.0",
+    examine=examine,
+    mend=mend,
+)
