@@ -1,0 +1,104 @@
+"""fa_utils: flash-attention is imported when somebody asks for it, and a broken one counts as absent.
+
+Stock: on ROCm `fa_utils.py` imports flash_attn at module scope (AITER's Triton kernel on gfx1250 from 0.27.0 on). It is
+imported with every quantised model's configuration (0.16.0 on) and with every attention layer. Only ImportError is
+caught; 0.14.x raises it again.
+Seen: a flash_attn built for AITER's Triton kernels imports AITER in the parent; when that fails with RuntimeError,
+KeyError or SystemExit (an unknown gfx, a failed kernel build), or a library of flash_attn doesn't load, nothing starts.
+Here the first `is_flash_attn_varlen_func_available()`, or import of the function by name, tries the import. Whatever
+that raises, the answer is stock's for a missing package.
+Origin: kyuz0 r9700 #15, Dao-AILab/flash-attention #2580; upstream has not changed it (0.33.0).
+Delete this file when upstream imports it late.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from vllm_rocm_fixes.late import BINDER
+from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
+from vllm_rocm_fixes.syntax import (
+    Block,
+    find,
+    function,
+    holding,
+    imports,
+    insert_before,
+    parse_expression,
+    parse_statements,
+    replace,
+    statements,
+)
+
+_NAME = "flash_attn_varlen_func"
+_FLAG = "_ROCM_FLASH_ATTN_AVAILABLE"
+_ASK = "is_flash_attn_varlen_func_available"
+_PACKAGES = ("flash_attn", "aiter")
+
+
+def examine(tree: ast.Module) -> Verdict:
+    """Whether flash_attn is imported at module scope, and in the shape that is known."""
+    if function(tree, _ASK) is None:
+        return unknown(f"looked for the function {_ASK}, and it isn't there once")
+    early = [
+        s
+        for _, s in statements(tree.body)
+        if isinstance(s, ast.Import | ast.ImportFrom) and any(imports(s, package) for package in _PACKAGES)
+    ]
+    if not early:
+        return clear("flash_attn isn't imported at module scope")
+    attempt = _attempt(tree)
+    if attempt is None or not all(any(s is part for part in ast.walk(attempt)) for s in early):
+        return unknown("flash_attn is imported at module scope, outside of the one `try` that is known")
+    return needed("flash_attn is imported at module scope, and only ImportError is caught")
+
+
+def mend(tree: ast.Module) -> None:
+    """Move the `try` into a function that is asked for the name; the rest of its block stays."""
+    attempt = _attempt(tree)
+    assert attempt is not None
+    stays: Block = [
+        s for s in attempt.body if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) not in (_NAME, _FLAG)
+    ]
+    attempt.body = [s for s in attempt.body if s not in stays]
+    handler = attempt.handlers[0]
+    kept = {ast.unparse(s) for s in stays}
+    handler.body = [s for s in handler.body if ast.unparse(s) not in kept]
+    handler.type = parse_expression("(Exception, SystemExit)", handler)
+    handler.name = handler.name or "_error"
+    code = f"from vllm_rocm_fixes.failures import count_as_absent\ncount_as_absent('flash_attn', {handler.name})"
+    handler.body[:0] = parse_statements(code, handler)
+    outer = next(s for s in tree.body if any(part is attempt for part in ast.walk(s)))
+    replace(holding(tree, attempt)[0], attempt, stays or parse_statements("pass", attempt))
+
+    flagged = any(_FLAG in ast.unparse(s) for s in attempt.body)
+    code = f"def {BINDER}(name):\n    global {', '.join([_NAME, *([_FLAG] if flagged else [])])}\n"
+    code += f"    if name != {_NAME!r} or not current_platform.is_rocm():\n        return\n    pass\n"
+    code += "def __getattr__(name):\n    from vllm_rocm_fixes.late import resolve\n    return resolve(globals(), name)"
+    new = parse_statements(code, attempt)
+    binder = new[0]
+    assert isinstance(binder, ast.FunctionDef)
+    binder.body[-1:] = [attempt]
+    insert_before(tree.body, outer, new)
+    ask = function(tree, _ASK)
+    assert ask is not None
+    for answer in find(ask, ast.Return, lambda r: r.value is not None and ast.unparse(r.value) == _FLAG):
+        code = f"from vllm_rocm_fixes.late import need\nneed(globals(), {_NAME!r})"
+        replace(holding(ask, answer)[0], answer, [*parse_statements(code, answer), answer])
+
+
+def _attempt(tree: ast.Module) -> ast.Try | None:
+    found = [s for _, s in statements(tree.body) if isinstance(s, ast.Try) and imports(s, "flash_attn")]
+    return found[0] if len(found) == 1 and len(found[0].handlers) == 1 and not found[0].orelse else None
+
+
+PATCH = Patch(
+    name="fa_utils",
+    module="vllm.v1.attention.backends.fa_utils",
+    summary="a broken flash-attention counts as absent, and none is imported before it is asked for",
+    origin=("Dao-AILab/flash-attention #2580",),
+    since="0.14.0",
+    until=None,
+    examine=examine,
+    mend=mend,
+)
