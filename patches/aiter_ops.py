@@ -26,8 +26,9 @@ import logging
 import sys
 import textwrap
 from importlib import import_module
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, resolve_name
+from pkgutil import get_importer
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
@@ -91,12 +92,20 @@ def _has(module: str, name: str, asked: tuple[str, ...]) -> bool | None:
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Where a module lies, without importing the packages that hold it."""
+    """Where a module lies, without importing the packages that hold it (aiter.ops has no __init__.py)."""
     parent = module.rpartition(".")[0]
-    above = _spec(parent) if parent else None
-    if above is None or above.submodule_search_locations is None:
-        return None if parent else find_spec(module)
-    return PathFinder.find_spec(module, list(above.submodule_search_locations))
+    if not parent:
+        return find_spec(module)
+    above, portions = _spec(parent), []
+    for place in (above and above.submodule_search_locations) or ():
+        finder = get_importer(place)
+        spec = finder.find_spec(module) if finder else None
+        if spec and spec.loader:
+            return spec
+        portions += (spec and spec.submodule_search_locations) or []
+    found = ModuleSpec(module, None, is_package=True)
+    found.submodule_search_locations = portions
+    return found if portions else None
 
 
 def _after(block: Block, name: str, found: bool | None, package: str, asked: tuple[str, ...]) -> bool | None:

@@ -50,6 +50,7 @@ _IMPORT = "import aiter.ops.sampling"
 _LOAD = "self.aiter_ops = torch.ops.aiter"
 _NATIVE = "return self.forward_native(logits, generators, k, p)"
 _LOADED = "self.aiter_ops is None and (not self._init_aiter_ops())"
+_GIVEN_UP = {"self._aiter_ops_import_failed = True", "self.forward = self.forward_native"}
 # What forward_hip returns where it uses AITER, and what answer() needs to know of it beside the request.
 _USES = {
     "(self.aiter_sample(logits, k, p, generators), None)": "",
@@ -159,7 +160,7 @@ def _loads(load: Function) -> bool:
     attempts = [s for s in body if isinstance(s, ast.Try) and [ast.unparse(t) for t in s.body] == [_IMPORT]]
     rest = [ast.unparse(s) for s in body if s not in attempts]
     known = ["if self._aiter_ops_import_failed:\n    return False", _LOAD, "return True"]
-    return len(attempts) == 1 and rest == known and _ends(attempts[0], "return False")
+    return len(attempts) == 1 and rest == known and _gives_up(attempts[0], "return False")
 
 
 def _uses(hip: Function) -> list[tuple[Block, ast.stmt, str]]:
@@ -170,7 +171,7 @@ def _uses(hip: Function) -> list[tuple[Block, ast.stmt, str]]:
         if isinstance(statement, ast.Try) and _catches_all(statement):
             done += [s for _, s in statements(statement.body)]
         inner = statement
-        if isinstance(statement, ast.Try) and len(statement.body) == 1 and _ends(statement, _NATIVE):
+        if isinstance(statement, ast.Try) and len(statement.body) == 1 and _gives_up(statement, _NATIVE):
             inner = statement.body[0]
         extra = _USES.get(ast.unparse(inner.value)) if isinstance(inner, ast.Return) and inner.value else None
         if extra is not None and inner not in done:
@@ -179,10 +180,12 @@ def _uses(hip: Function) -> list[tuple[Block, ast.stmt, str]]:
     return found
 
 
-def _ends(attempt: ast.Try, last: str) -> bool:
-    """A try statement has one handler, which ends like that, and no else or finally."""
-    plain = len(attempt.handlers) == 1 and not attempt.orelse and not attempt.finalbody
-    return plain and ast.unparse(attempt.handlers[0].body[-1]) == last
+def _gives_up(attempt: ast.Try, last: str) -> bool:
+    """A try statement has one handler, which does what _stay_native() does, says so and ends like that."""
+    if len(attempt.handlers) != 1 or attempt.orelse or attempt.finalbody:
+        return False
+    *body, end = [ast.unparse(s) for s in attempt.handlers[0].body]
+    return end == last and all(s in _GIVEN_UP or s.startswith("logger.warning_once(") for s in body)
 
 
 def _catches_all(attempt: ast.Try) -> bool:
