@@ -5,14 +5,27 @@ from rocm_standin import arrive
 arrive(__name__)
 
 
-def _kernel(fake):
-    def kernel(*args, **kwargs):
-        raise NotImplementedError("the stand-in node has no MHC kernels")
+def _kernel(gen_fake):
+    def decorate(function):
+        def kernel(*args, **kwargs):
+            raise NotImplementedError("the stand-in node has no MHC kernels")
 
-    return kernel
+        return kernel
+
+    return decorate
 
 
 def mhc_pre_fake(residual, fn, hc_scale, hc_base, rms_eps=1e-6, norm_weight=None, norm_eps=1e-6):
+    raise NotImplementedError
+
+
+@_kernel(gen_fake=mhc_pre_fake)
+def mhc_pre(residual, fn, hc_scale, hc_base, rms_eps=1e-6, norm_weight=None, norm_eps=1e-6):
+    raise NotImplementedError
+
+
+@_kernel(gen_fake=None)
+def mhc_post(out, x, residual, post_layer_mix, comb_res_mix):
     raise NotImplementedError
 
 
@@ -20,10 +33,6 @@ def mhc_fused_post_pre_fake(layer_input, residual_in, post_layer_mix, fn, norm_w
     raise NotImplementedError
 
 
-def mhc_post_fake(out, x, residual, post_layer_mix, comb_res_mix):
+@_kernel(gen_fake=mhc_fused_post_pre_fake)
+def mhc_fused_post_pre(layer_input, residual_in, post_layer_mix, fn, norm_weight=None, norm_eps=1e-6):
     raise NotImplementedError
-
-
-mhc_pre = _kernel(mhc_pre_fake)
-mhc_post = _kernel(mhc_post_fake)
-mhc_fused_post_pre = _kernel(mhc_fused_post_pre_fake)
