@@ -2,7 +2,23 @@
 
 from vllm_rocm_fixes.patch import Patch
 
-from . import aiter_ops, all2all, all2all_utils, import_utils, sampler
+from . import (
+    aiter_ops,
+    all2all,
+    all2all_utils,
+    fa_utils,
+    import_utils,
+    jit_monitor,
+    kernel_warmup,
+    mhc,
+    platform_import,
+    platform_memory,
+    quark,
+    sampler,
+    tests_utils,
+    tilelang_jit,
+    warmup_searches,
+)
 
 SERIES: tuple[Patch, ...] = (
     sampler.PATCH,
@@ -10,4 +26,15 @@ SERIES: tuple[Patch, ...] = (
     all2all_utils.PATCH,
     all2all.PATCH,
     import_utils.PATCH,
+    kernel_warmup.PATCH,
+    warmup_searches.QWEN_VL,
+    warmup_searches.STEP5,
+    tests_utils.PATCH,
+    mhc.PATCH,
+    jit_monitor.PATCH,
+    quark.PATCH,
+    platform_memory.PATCH,
+    platform_import.PATCH,
+    fa_utils.PATCH,
+    tilelang_jit.PATCH,
 )

@@ -7,17 +7,19 @@ python tests/matrix.py --check    write nothing; exit 1 where docs/support.md is
 from __future__ import annotations
 
 import ast
+import dis
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 
 from packaging.version import Version
 from releases import NIGHTLIES, releases, tree
 
 from vllm_rocm_fixes.diffs import unified
-from vllm_rocm_fixes.live import functions, same
+from vllm_rocm_fixes.live import functions
 from vllm_rocm_fixes.mend import Outcome, mend
 from vllm_rocm_fixes.patch import Patch, Site
 from vllm_rocm_fixes.patches import SERIES
@@ -86,14 +88,28 @@ def _ways(surveyed: Surveyed, root: Path) -> list[str]:
     if _apply(source, unified(path.relative_to(root), source, baked)) != baked:
         said.append("diff gives another file than bake")
     # Live takes functions out of the code that the import runs; from the baked file they must be the same.
-    compiled = dict(functions(compile(baked, str(path), "exec", dont_inherit=True)))
-    if any(name not in compiled or not same(code, compiled[name]) for name, code in functions(mended.code)):
+    from_file = functions(compile(baked, str(path), "exec", dont_inherit=True))
+    if [(name, _does(code)) for name, code in from_file] != [(n, _does(code)) for n, code in functions(mended.code)]:
         said.append("live gives other functions than bake")
     patches = [outcome.patch for outcome in mended.outcomes if outcome.applied]
     again = mend(baked, str(path), patches, Site(root))
     if again.tree is not None or any(o.verdict.kind != "clear" for o in again.outcomes):
         said.append("mending twice isn't mending once")
     return said
+
+
+def _does(code: CodeType) -> list[object]:
+    """What a function does, without what its line numbers alone decide: new nodes stand on the line of their mark.
+
+    CPython keeps a NOP for a `try` or `with` that begins on a line of its own, and jumps count it.
+    """
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    steps: list[object] = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_freevars]
+    for step in dis.get_instructions(code):
+        if step.opname not in ("NOP", "EXTENDED_ARG"):
+            value = _does(step.argval) if isinstance(step.argval, CodeType) else step.argval
+            steps.append((step.opname, None if step.opcode in jumps else repr(value)))
+    return steps
 
 
 def _apply(before: bytes, diff: bytes) -> bytes:
