@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +22,16 @@ class Surveyed:
 
 
 def modules(
-    root: Path, series: Sequence[Patch], release: str | None = None, skipped: frozenset[str] = frozenset()
+    root: Path,
+    series: Sequence[Patch],
+    release: str | None = None,
+    skipped: frozenset[str] = frozenset(),
+    read: Callable[[Path], bytes] = Path.read_bytes,
 ) -> Iterator[Surveyed]:
     """Every module of the series below root, the folder that holds vllm/, in the order of the series.
 
     release is what the files say of themselves, read where it isn't given. A patch named in skipped is left out; the
-    others are told what is skipped.
+    others are told what is skipped. read gives the source of a file.
     """
     site = Site(root, release or version(root), skipped)
     by_module: dict[str, list[Patch]] = {}
@@ -35,7 +39,7 @@ def modules(
         if patch.name not in skipped:
             by_module.setdefault(patch.module, []).append(patch)
     for module, patches in by_module.items():
-        yield _survey(module, patches, site, root)
+        yield _survey(module, patches, site, read)
 
 
 def survey(
@@ -47,12 +51,13 @@ def survey(
     return sorted(outcomes, key=lambda outcome: order[outcome.patch.name])
 
 
-def _survey(module: str, patches: Sequence[Patch], site: Site, root: Path) -> Surveyed:
+def _survey(module: str, patches: Sequence[Patch], site: Site, read: Callable[[Path], bytes]) -> Surveyed:
+    root = site.root or Path()
     path = path_of(root, module)
     if path is None:
         return Surveyed(module, None, None, Mended(tuple(Outcome(p, missing(p, root, site.version)) for p in patches)))
     try:
-        source = path.read_bytes()
+        source = read(path)
     except OSError as error:
         verdict = unknown(f"{path} can't be read: {error.strerror}")
         return Surveyed(module, path, None, Mended(tuple(Outcome(patch, verdict) for patch in patches)))
