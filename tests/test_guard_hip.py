@@ -1,4 +1,8 @@
-"""Guard hip with TileLang's real libraries and a HIP runtime that only says which one it is. No GPU, no ROCm."""
+"""Guard hip with TileLang's real libraries and a HIP runtime that only says which one it is. No GPU, no ROCm.
+
+Most of it loads TileLang's libraries as TileLang does, in 0.1 s a process. The last part imports the real TileLang
+beside the real torch, and looks at the children of that process too.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from wheels import TILELANG, tilelang
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "hip"))
-sys.path.insert(0, str(HERE))
-
-from build import build as build_into  # noqa: E402
-from wheels import TILELANG, tilelang  # noqa: E402
+from build import build  # noqa: E402
 
 VERSIONS = list(TILELANG)
 WRONG_STRUCT = ("0.1.10", "0.1.12")  # the stub of 0.1.14 and later hands on the right one
@@ -26,7 +28,7 @@ WRONG_STRUCT = ("0.1.10", "0.1.12")  # the stub of 0.1.14 and later hands on the
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
     """The fake runtime and what is linked against it, in a folder with a space in its name."""
-    return build_into(tmp_path_factory.mktemp("hip") / "a build")
+    return build(tmp_path_factory.mktemp("hip") / "a build")
 
 
 def load(built, version, *steps, findable=True, **switches):
@@ -216,7 +218,7 @@ def test_remedies_that_the_warning_names(built, tmp_path, remedy):
 def test_tvm_before_torch(built, tmp_path):
     """tvm_ffi imports torch, but inside tvm: a ROCm torch is imported before, and no other torch is."""
     made = {
-        "torch/__init__.py": f"import ctypes\nfrom . import version\nctypes.CDLL({str(built / 'libtorch_like.so')!r})\n",
+        "torch/__init__.py": f"import ctypes\nfrom . import version\nctypes.CDLL({str(built / 'libc10_hip.so')!r})\n",
         "tvm_ffi/__init__.py": "import torch\n",
         "tvm/__init__.py": "import sys\nhad_torch = 'torch' in sys.modules\nimport tvm_ffi\n",
     }
@@ -235,3 +237,75 @@ def test_tvm_before_torch(built, tmp_path):
         assert child.stdout.startswith(
             "True torch's HIP runtime answers first" if hip != "None" else "False torch isn't"
         )
+
+
+# The real import. Every way to start a child once; the others are the same code in each version.
+METHODS = {"0.1.10": ("subprocess", "fork", "spawn", "forkserver"), "0.1.12": (), "0.1.15": ("subprocess", "spawn")}
+FRESH = "subprocess", "spawn", "forkserver"
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def imported(request, built):
+    """What end_to_end.py says of stock and of ours, side by side."""
+    site = tilelang(request.param)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ROCM_FIXES", "LD_", "TVM_", "TL_"))}
+    environment |= {
+        "PYTHONPATH": str(site),
+        "LD_LIBRARY_PATH": str(built / "torch"),
+        "TILELANG_DISABLE_CACHE": "1",
+    }
+    started = {
+        door: subprocess.Popen(
+            [sys.executable, HERE / "hip" / "end_to_end.py", built, door, *METHODS[request.param]],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for door in ("stock", "ours")
+    }
+    said = {}
+    for door, process in started.items():
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        said[door] = json.loads(out.splitlines()[-1])
+    assert said["stock"]["version"] == said["ours"]["version"] == request.param
+    return request.param, site, said["stock"], said["ours"]
+
+
+def test_real_import_keeps_torchs_runtime_first(imported):
+    version, _, stock, ours = imported
+    wrong = "LEGACY" if version in WRONG_STRUCT else "R0600"
+    assert (stock["layout"], stock["python"]) == (wrong, wrong)
+    assert "stub" in stock["owner"]
+    assert (ours["layout"], ours["python"], ours["owner"]) == ("R0600", "R0600", "libamdhip64.so.7")
+    assert ours["states"]["hip"].startswith("torch's HIP runtime answers first")
+
+
+def test_real_import_leaves_the_process_as_it_was(imported):
+    """TVM_LIBRARY_PATH and TL_* stay: nothing is found through them but by TVM and TileLang themselves."""
+    _, site, stock, ours = imported
+    assert "PYTHONPATH" in stock["variables"] and stock["path"]
+    assert set(stock["variables"]) - set(ours["variables"]) == {"PYTHONPATH"}
+    assert not ours["path"]
+    assert ours["states"]["pythonpath"].startswith(f"taken away: {site}")
+
+
+def test_tilelang_still_compiles_for_the_cpu(imported):
+    _, _, stock, ours = imported
+    assert stock["sum"] and ours["sum"]
+
+
+def test_children_are_clean(imported):
+    """A fresh child that merely asks for TVM must not get TileLang's, and with it the stub."""
+    version, site, stock, ours = imported
+    for method in METHODS[version]:
+        polluted, clean = stock["children"][method], ours["children"][method]
+        assert polluted["PYTHONPATH"] != str(site) and polluted["path"]
+        assert (clean["PYTHONPATH"], clean["path"]) == (str(site), [])
+        if method in FRESH:
+            assert (polluted["loaded"], polluted["tvm"], polluted["stub"]) == (False, True, True)
+            assert clean["loaded"] is clean["stub"] is False
+            assert clean["tvm"] == "ModuleNotFoundError: No module named 'tvm'"
+        else:  # it has what its parent loaded, and from the right place
+            assert clean["loaded"] and clean["tvm"] is True
