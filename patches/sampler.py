@@ -49,7 +49,7 @@ _CLASS = "TopKTopPSampler"
 _IMPORT = "import aiter.ops.sampling"
 _LOAD = "self.aiter_ops = torch.ops.aiter"
 _NATIVE = "return self.forward_native(logits, generators, k, p)"
-_LOADED = "self.aiter_ops is None and (not self._init_aiter_ops())"
+_LOADED = ast.unparse(ast.parse("self.aiter_ops is None and not self._init_aiter_ops()"))
 _GIVEN_UP = {"self._aiter_ops_import_failed = True", "self.forward = self.forward_native"}
 # What forward_hip returns where it uses AITER, and what answer() needs to know of it beside the request.
 _USES = {
@@ -76,9 +76,9 @@ def answer(sampler: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any
                 import_module("aiter.ops.sampling")
                 sampler.aiter_ops = import_module("torch").ops.aiter
             doing = "its kernel failed"
-            return sampler.aiter_sample(logits, k, p, generators) if kernel is None else kernel(
-                logits, generators
-            ), None
+            if kernel is not None:
+                return kernel(logits, generators), None
+            return sampler.aiter_sample(logits, k, p, generators), None
         except (Exception, SystemExit) as error:
             if is_interruption(error):
                 raise
