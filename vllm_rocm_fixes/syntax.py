@@ -81,9 +81,22 @@ def class_(tree: ast.Module, qualified_name: str) -> ast.ClassDef | None:
     return found[0] if len(found) == 1 and isinstance(found[0], ast.ClassDef) else None
 
 
+def everything(node: ast.AST) -> list[ast.AST]:
+    """What ast.walk yields, in the same order, in about half the time: most of a survey goes by in here."""
+    found = [node]
+    for parent in found:
+        for field in parent._fields:
+            value = getattr(parent, field, None)
+            if isinstance(value, list):
+                found += [part for part in value if isinstance(part, ast.AST)]
+            elif isinstance(value, ast.AST):
+                found.append(value)
+    return found
+
+
 def find(node: ast.AST, kind: type[_Node], where: Callable[[_Node], bool] = lambda _: True) -> list[_Node]:
     """All nodes of a kind at or below node for which where is true, in the order of the source."""
-    found = [n for n in ast.walk(node) if isinstance(n, kind) and where(n)]
+    found = [n for n in everything(node) if isinstance(n, kind) and where(n)]
     return sorted(found, key=lambda n: (getattr(n, "lineno", 0), getattr(n, "col_offset", 0)))
 
 
@@ -110,7 +123,7 @@ def calls(node: ast.AST, dotted_name: str) -> list[ast.Call]:
 
 def names(node: ast.AST) -> set[str]:
     """All bare names read or written at or below node."""
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return {n.id for n in everything(node) if isinstance(n, ast.Name)}
 
 
 def place(node: _Node, at: ast.AST) -> _Node:
