@@ -81,7 +81,7 @@ class Process:
     @property
     def title(self) -> str:
         """The name that vLLM or multiprocessing gave it, else its program."""
-        return self.name or " ".join([os.path.basename(self.words[0]), *self.words[1:]]) if self.words else self.name
+        return self.name or " ".join(" ".join(self.words).split())
 
     def of(self, kind: str) -> list[Event]:
         """The events of one kind, in the order of time."""
@@ -133,7 +133,8 @@ def inherited(processes: Sequence[Process], process: Process, kind: str) -> list
     found: list[Event] = []
     while process.kind == "fork" and process.parent is not None:
         parent = processes[process.parent]
-        found += [e for e in parent.of(kind) if e.time < process.begin and e.outcome in ("ok", "", "initialised")]
+        had = (event for event in parent.of(kind) if event.time < process.begin and not event.failed)
+        found += [event for event in had if kind != "gpu" or event.outcome == "initialised"]
         process = parent
     return found
 

@@ -25,6 +25,7 @@ API server, EngineCore, workers and Ray workers are joined by who started whom. 
 siblings is marked, and so is one that should have the overlay and hasn't. Processes of this user are shown.
 
 Exit status: 0 all alike; 1 one is marked, or none runs."""
+_USUAL = ("applied", "waiting", "clear", "absent")  # states that need no name
 _STARTING = 60  # seconds that a process may take from its start to the plugin door
 
 
@@ -52,6 +53,7 @@ class Shown:
 def add_parser(subparsers: Subparsers) -> None:
     """Add this command's parser."""
     parser = add_command(subparsers, "ps", run, "show the running vLLM processes, and what was mended in each", _TEXT)
+    parser.add_argument("--patches", action="store_true", help="name each patch")
     parser.add_argument("--json", action="store_true", help="print JSON, with each patch's state and reason")
 
 
@@ -64,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"services": [_service(service) for service in services], "elsewhere": elsewhere}, indent=2))
     else:
-        print("\n\n".join("\n".join(_lines(service)) for service in services) or "No vLLM of this user runs here.")
+        print(
+            "\n\n".join("\n".join(_lines(service, args.patches)) for service in services)
+            or "No vLLM of this user runs here."
+        )
         if elsewhere:
             print(f"\n{elsewhere} records belong to other hosts or containers: ask there.")
     marked = any(process.marks for service in services for _, process in service.walk())
@@ -217,7 +222,7 @@ def _age(start: int) -> float:
 # What is printed
 
 
-def _lines(service: Shown) -> Iterator[str]:
+def _lines(service: Shown, named: bool) -> Iterator[str]:
     processes = list(service.walk())
     first = next((process.record for _, process in processes if process.record), None)
     if first:
@@ -228,22 +233,23 @@ def _lines(service: Shown) -> Iterator[str]:
     wide = max(2 * depth + len(process.role) for depth, process in processes)
     yield f"{'PID':>8}  {'ROLE':<{wide}}  {'UP':>8}  {'MS':>6}  PATCHES"
     for depth, process in processes:
-        role = "  " * depth + process.role
-        yield f"{process.pid:>8}  {role:<{wide}}  {_clock(process.seconds):>8}  {_spent(process)}  {_states(process)}"
+        role, up = "  " * depth + process.role, _clock(process.seconds)
+        yield f"{process.pid:>8}  {role:<{wide}}  {up:>8}  {_spent(process)}  {_states(process, named)}"
         for mark in process.marks:
             yield f"{'!':>8}  {mark}"
 
 
-def _states(process: Shown) -> str:
+def _states(process: Shown, named: bool) -> str:
     if process.record is None:
         return "no record" if process.marks else "no record yet"
     groups: dict[str, list[str]] = {}
     for name, patch in process.record.patches.items():
         groups.setdefault(patch.get("state", "?"), []).append(name)
-    said = [
-        f"{len(names)} {state}" if state in ("clear", "absent") else f"{', '.join(names)} {state}"
-        for state, names in sorted(groups.items(), key=lambda item: (item[0] in ("clear", "absent"), item[0]))
-    ]
+    said = []
+    for state in sorted(groups, key=lambda state: (_USUAL.index(state) if state in _USUAL else -1, state)):
+        names = groups[state]
+        which = ", ".join(names) if named or state not in _USUAL else str(len(names))
+        said.append(f"{which} {state.replace('waiting', 'when imported')}")
     return ("as its parent: " if process.forked else "") + ("; ".join(said) or "none")
 
 

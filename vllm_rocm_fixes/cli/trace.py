@@ -197,7 +197,17 @@ def _said(event: Event) -> str:
         return f"{event.name} is open, after {event.outcome}"
     if event.kind == "library":
         return f"opens for all (RTLD_GLOBAL): {event.name}"
-    return f"{event.name}: {event.old or 'unset'} -> {event.new or 'unset'}"
+    if event.kind == "variable":
+        return f"{event.name}: {_difference(event.old, event.new)}"
+    return f"{event.name}: {event.old} -> {event.new}"
+
+
+def _difference(old: str, new: str) -> str:
+    """What was added to a path and taken from it; both values in full where only the order differs."""
+    before, after = old.split(os.pathsep), new.split(os.pathsep)
+    added = [f"+ {entry}" for entry in after if entry and after.count(entry) > before.count(entry)]
+    gone = [f"- {entry}" for entry in before if entry and before.count(entry) > after.count(entry)]
+    return ", ".join(dict.fromkeys(added + gone)) or f"{old or 'unset'} -> {new or 'unset'}"
 
 
 def _shortened(chain: Sequence[str]) -> list[str]:

@@ -87,9 +87,9 @@ def start(folder: str) -> None:
     _State.watched, _State.devices = frozenset(config["watch"].split()), frozenset(config["devices"].split())
     _State.variables = {name.encode(): os.environb.get(name.encode()) for name in _VARIABLES}
     _begin("start")
-    for name, hook in _AFTER.items():
+    for name in list(_AFTER):
         if name in sys.modules:
-            hook()
+            _AFTER.pop(name)()
     names = {"enter": guarded(_enter), "leave": guarded(_leave), "stock": _bootstrap._find_and_load}
     exec(compile(_FIND_AND_LOAD, "<frozen importlib._bootstrap>", "exec"), names)
     _bootstrap._find_and_load = names["_find_and_load"]
@@ -113,7 +113,8 @@ def _begin(kind: str) -> None:
     except OSError:
         _State.file = file
     _State.inode, _State.spent = _fstat(_State.file).st_ino, 0
-    words = [word if len(word) < 60 else f"{word[:60]}..." for word in sys.orig_argv[:3]]  # later ones may hold secrets
+    words = [os.path.basename(word) if word[:1] == "/" else word for word in sys.orig_argv[:3]]
+    words = [word if len(word) < 60 else f"{word[:60]}..." for word in words]  # of later ones, some may hold secrets
     _write("P", now, pid, " ".join(_above(pid)), kind, sys.version.split()[0], "\x1f".join(words))
 
 
@@ -198,7 +199,7 @@ def _leave(token: tuple[int, int, str, int, tuple[str, int] | None], name: str, 
     begun, depth, file, line, hazard = token
     _local.depth = depth - 1
     if outcome == "ok" and name in _AFTER:
-        _AFTER[name]()
+        _AFTER.pop(name)()
     if hazard:
         _write("h", now, hazard[0], outcome, _memory() - hazard[1])
         if outcome != "ok":
@@ -339,7 +340,7 @@ def _started(pid: int, words: Any, environ: Any) -> None:
     _write("S", _clock(), pid, int(traced), "\x1f".join(shown))
 
 
-_AFTER = {
+_AFTER = {  # once, after the first import of these
     "torch.cuda": guarded(_watch_cuda),
     "_ctypes": guarded(_watch_ctypes),
     "_posixsubprocess": guarded(_watch_subprocess),
