@@ -82,6 +82,9 @@ def offers(package: str, name: str) -> bool:
     found = _trial(package)
     if found is None:
         return hasattr(importlib.import_module(package), name)  # as stock
+    if name not in found.names and "__getattr__" in found.names:  # it makes its attributes when they are asked for
+        found = trial(package, _place(package), name) or found
+        return found.ok
     return name in found.names
 
 

@@ -125,9 +125,17 @@ def test_threads_share_one_child_and_forks_its_answer(folder, tmp_path, monkeypa
 
 def test_another_place_is_another_trial():
     assert trial("pure", "one").ok
-    module._known["pure", "one"] = Trial(False, "kept")
+    module._known["pure", "one", ""] = Trial(False, "kept")
     assert trial("pure", "one").reason == "kept"
     assert trial("pure", "two").ok
+
+
+def test_an_attribute_that_is_made_when_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "makes.py").write_text(
+        "def __getattr__(name):\n    if name == 'Made':\n        return 1\n    raise AttributeError(name)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [trial("makes", None, name).ok for name in ("Made", "Other", "")] == [True, False, True]
 
 
 def test_no_child_no_answer(monkeypatch):

@@ -26,7 +26,7 @@ _CHILD = """
 import json, os, signal, sys
 answer, rest = os.dup(1), sys.argv.pop()
 os.dup2(2, 1)  # what the package prints is no answer
-name, path, seconds = json.loads(rest)
+name, attribute, path, seconds = json.loads(rest)
 sys.path[:] = path
 signal.alarm(seconds)  # should the parent be gone by then
 try:
@@ -37,8 +37,9 @@ except Exception:
 found = {"ok": False, "lost": False, "reason": "", "names": []}
 try:
     import importlib
-    found["names"] = [str(x) for x in dir(importlib.import_module(name))]
-    found["ok"] = True
+    module = importlib.import_module(name)
+    found["names"] = [str(x) for x in dir(module)]
+    found["ok"] = not attribute or hasattr(module, attribute)
 except BaseException as error:
     found["reason"] = type(error).__name__ + ": " + str(error)
     found["lost"] = isinstance(error, ModuleNotFoundError) and (name + ".").startswith(str(error.name) + ".")
@@ -56,20 +57,22 @@ class Trial:
     names: frozenset[str] = frozenset()
 
 
-_known: dict[tuple[str, object], Trial | None] = {}
+_known: dict[tuple[str, object, str], Trial | None] = {}
 _lock = [threading.Lock()]
 
 
-def trial(name: str, place: object = None) -> Trial | None:
+def trial(name: str, place: object = None, attribute: str = "") -> Trial | None:
     """Try to import a module in a child process, once for each name and place (where its file lies).
 
+    With an attribute, the module must have that too (for one that makes its attributes when they are asked for).
     The answer is kept in this process, and children that it forks have it too. None: it could not be found out, because
     no child could be started, somebody ended it, or it didn't find the module at all.
     """
     with _lock[0]:  # two threads that ask at the same time start one child
-        if (name, place) not in _known:
-            _known[name, place] = _try(name, SECONDS)
-        return _known[name, place]
+        key = name, place, attribute
+        if key not in _known:
+            _known[key] = _try(name, attribute, SECONDS)
+        return _known[key]
 
 
 def _renew_lock() -> None:
@@ -80,10 +83,10 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _try(name: str, seconds: float) -> Trial | None:
+def _try(name: str, attribute: str, seconds: float) -> Trial | None:
     try:
         with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
-            code = _run(name, seconds, said, told)
+            code = _run([name, attribute, sys.path], seconds, said, told)
             answer, errors = (_read(file) for file in (said, told))
     except Exception:  # no fork allowed, no space for its output: it can't be found out
         return None
@@ -102,10 +105,10 @@ def _try(name: str, seconds: float) -> Trial | None:
     return Trial(found["ok"], _line(found["reason"]), frozenset(found["names"]))
 
 
-def _run(name: str, seconds: float, said: Any, told: Any) -> int | None:
-    """The exit code of a child that imports a module, None where it took too long and was ended."""
+def _run(wanted: list[Any], seconds: float, said: Any, told: Any) -> int | None:
+    """The exit code of a child that imports what is wanted, None where it took too long and was ended."""
     flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()  # -I, -X and the like
-    given = json.dumps([name, sys.path, int(seconds) + 5])
+    given = json.dumps([*wanted, int(seconds) + 5])
     # Off: if the package imports vLLM, that one shall not start children of its own.
     environment = {**os.environ, "ROCM_FIXES": "off"}
     child = subprocess.Popen(
