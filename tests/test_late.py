@@ -148,3 +148,23 @@ def test_a_whole_try_moves():
     )
     assert defer(tree, lambda s: isinstance(s, ast.Try)) == ["A"]
     compile(ast.fix_missing_locations(tree), "late", "exec")
+
+
+def test_a_branch_asks_at_its_start():
+    source = """
+from heavy import A, B, C
+def use(flag):
+    if flag:
+        assert flag > 0
+        x = A
+        if x == 5:
+            return None
+        return B + C
+    return 0
+"""
+    tree = ast.parse(source)
+    defer(tree, lambda s: isinstance(s, ast.ImportFrom))
+    use = next(s for s in tree.body if isinstance(s, ast.FunctionDef) and s.name == "use")
+    said = [ast.unparse(s) for s in use.body[0].body]
+    assert said[1] == "need(globals(), 'A')"
+    assert said[6] == "need(globals(), 'B', 'C')"

@@ -195,22 +195,35 @@ def _supply_below(block: Block, names: set[str], helper: tuple[str, str]) -> Non
                 _supply_below(inner, names, helper)
 
 
-def _supply(block: Block, names: set[str], done: set[str], helper: tuple[str, str]) -> Block:
-    """The block, with a call of the helper before each statement that is the first to read a name."""
+def _supply(block: Block, names: set[str], done: set[str], helper: tuple[str, str], branch: bool = False) -> Block:
+    """The block, with a call of the helper before each statement that is the first to read a name.
+
+    A branch of an `if` asks at its start for what it reads before it may be left.
+    """
     supplied: Block = []
-    for statement in block:
-        missing = sorted(_reads(statement, names) - done)
-        if missing:
+    for index, statement in enumerate(block):
+        missing = _reads(statement, names)
+        if branch and index == 0:
+            for later in block[: _first_exit(block) + 1]:
+                missing |= _reads(later, names)
+        if missing - done:
             module, function = helper
-            asked = ", ".join(map(repr, missing))
+            asked = ", ".join(map(repr, sorted(missing - done)))
             code = f"from {module} import {function}\n{function}(globals(), {asked})"
             supplied += parse_statements(code, statement)
-            done |= set(missing)
+            done |= missing
         inside = names - _locals(statement) if isinstance(statement, Function) else names
         for inner in blocks(statement):
-            inner[:] = _supply(list(inner), inside, set(done), helper)
+            inner[:] = _supply(list(inner), inside, set(done), helper, isinstance(statement, ast.If))
         supplied.append(statement)
     return supplied
+
+
+def _first_exit(block: Block) -> int:
+    """The index of the first statement that may leave a block early; the block's length where there is none."""
+    exits = (ast.Return, ast.Raise, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Await)
+    found = (i for i, statement in enumerate(block) if any(isinstance(n, exits) for n in ast.walk(statement)))
+    return next(found, len(block))
 
 
 def _locals(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
