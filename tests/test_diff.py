@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from releases import NIGHTLIES, releases, tree
 from setuptools import find_namespace_packages
-from vllm_rocm_fixes.patches import SERIES
 
 from vllm_rocm_fixes import diffs
 from vllm_rocm_fixes.guards import GUARDS
+from vllm_rocm_fixes.patches import SERIES
 from vllm_rocm_fixes.rewrite import same
 from vllm_rocm_fixes.survey import modules
 
