@@ -256,7 +256,9 @@ class _Writer:
         """The lines of new statements; the stock statements among them, and inside them, keep their own lines."""
         kept: list[list[str]] = []
         lines: list[str] = []
-        for statement in new:
+        for number, statement in enumerate(new):
+            if number and isinstance(statement, Definition):
+                lines += [""] if indent else ["", ""]
             text = ast.unparse(ast.fix_missing_locations(_Keep(self, kept).visit(copy.deepcopy(statement))))
             for line in _indented(text, indent):
                 place = line.strip()

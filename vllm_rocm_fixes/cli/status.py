@@ -117,14 +117,13 @@ def _guard(guard: Guard, folders: Sequence[str], skipped: frozenset[str]) -> dic
         verdict, reason = "clear", "named in ROCM_FIXES_SKIP: nothing is guarded"
     elif there:
         verdict, reason = "needed", f"{' and '.join(there)} can be imported here: the import is guarded"
-    until = getattr(guard, "until", None)
     return {
         "name": guard.name,
         "verdict": verdict,
         "reason": reason,
         "summary": guard.summary,
         "origin": list(guard.origin),
-        "until": until,
+        "until": guard.until,
     }
 
 

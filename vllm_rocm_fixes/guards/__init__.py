@@ -19,7 +19,7 @@ class Guard:
 
     around is entered just before and left just after, whatever happens; an ImportError from entering it forbids the
     import. install is called once in each process, before the finder is in place. state says in words what the guard
-    did and found in this process.
+    did and found in this process. until names the first release of vLLM that does the same itself.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Guard:
     origin: tuple[str, ...]
     state: Callable[[], str]
     install: Callable[[], None] = _nothing
+    until: str | None = None
 
 
 GUARDS: tuple[Guard, ...] = (
@@ -49,6 +50,7 @@ GUARDS: tuple[Guard, ...] = (
         origin=("vLLM #51151", "vLLM #51159", "AITER #4585", "TileLang #2919"),
         state=hip.state,
         install=hip.install,
+        until="0.28.0",  # vllm/_aiter_ops.py reopens the runtime there
     ),
     Guard(
         name="pythonpath",
