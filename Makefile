@@ -5,7 +5,7 @@ PYTHON ?= $(or $(firstword $(foreach p,python3 python3.12 python3.13 python3.11 
 RUN := .venv/bin/python
 script = $(if $(wildcard $(1)),$(RUN) $(1) $(ARGS),@echo "make $@: there is no $(1)" >&2; exit 1)
 
-.PHONY: help serve test lint unit matrix contract bench drift build clean .venv-serve .venv-test
+.PHONY: help serve test lint unit matrix contract bench drift build image clean .venv-serve .venv-test
 
 help:  ## list the commands
 	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ drift: .venv-test  ## what has appeared on the registry that docs/support.md doe
 
 build: .venv-test  ## the wheel and the sdist, in dist/
 	$(RUN) -m build --no-isolation
+
+image: build  ## both images of docker/, on a base made here: needs root, buildah and debootstrap
+	$(call script,tests/image.py)
 
 clean:  ## remove what the commands made here; downloads and the model stay in the cache
 	rm -rf .venv build dist .nox .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
