@@ -111,7 +111,9 @@ def test_the_tree_for_a_person(tmp_path, env):
     (tmp_path / "aiter.py").touch()
     program = script(tmp_path, "import os\nif os.fork() == 0:\n    import aiter\nelse:\n    os.wait()\n")
     done = subprocess.run([*TRACE, "--", sys.executable, program], env=env, capture_output=True, text=True, check=False)
-    assert re.search(r"^2 processes, \d+ imports?, [\d.]+ s, exit status 0; the tracer took [\d.]+ s", done.stdout, re.M)
+    assert re.search(
+        r"^2 processes, \d+ imports?, [\d.]+ s, exit status 0; the tracer took [\d.]+ s", done.stdout, re.M
+    )
     assert re.search(r"^    \d+ .*, fork at \+", done.stdout, re.M)
     assert re.search(
         r"imports aiter, first of all \([\d.]+ s, \d+ MB\)\n\s+\S+program.py:3 <module>$", done.stdout, re.M
@@ -469,21 +471,6 @@ def test_a_real_vllm_serve_and_ps(tmp_path, env):
         process = subprocess.Popen([*command, *options.split()], env=env, stdout=output, stderr=subprocess.STDOUT)
     try:
         _wait_for(f"http://127.0.0.1:{port}/health", process, log)
-        question = {
-            "model": str(model),
-            "prompt": [5, 6, 7],
-            "max_tokens": 4,
-            "temperature": 0.8,
-            "top_k": 5,
-            "top_p": 0.9,
-        }
-        answer = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/completions",
-            json.dumps(question).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(answer, timeout=60) as said:
-            assert json.load(said)["usage"]["completion_tokens"] >= 1
         shown = subprocess.run(
             [sys.executable, "-m", "vllm_rocm_fixes", "ps", "--json"],
             env=env,
