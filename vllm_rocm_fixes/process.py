@@ -110,6 +110,8 @@ class Process:
                 self._registered = True
                 return
             begun = time.perf_counter()
+            if self.site.root is None:  # the pytest door opens before vLLM is imported
+                self.site = replace(self.site, root=self._root(), version=self._version())
             self._mend_loaded()
             if self._registered:
                 return
