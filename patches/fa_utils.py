@@ -63,7 +63,7 @@ def mend(tree: ast.Module) -> None:
     attempt.body = [s for s in attempt.body if s not in stays]
     handler = attempt.handlers[0]
     kept = {ast.unparse(s) for s in stays}
-    handler.body = [s for s in handler.body if ast.unparse(s) not in kept]
+    handler.body = [_late(s) for s in handler.body if ast.unparse(s) not in kept]
     handler.type = parse_expression("(Exception, SystemExit)", handler)
     handler.name = handler.name or "_error"
     code = f"from vllm_rocm_fixes.failures import count_as_absent\ncount_as_absent('flash_attn', {handler.name})"
@@ -85,6 +85,16 @@ def mend(tree: ast.Module) -> None:
     for answer in find(ask, ast.Return, lambda r: r.value is not None and ast.unparse(r.value) == _FLAG):
         code = f"from vllm_rocm_fixes.late import need\nneed(globals(), {_NAME!r})"
         replace(holding(ask, answer)[0], answer, [*parse_statements(code, answer), answer])
+
+
+def _late(statement: ast.stmt) -> ast.stmt:
+    """What a handler raises is raised by the function when it is called, as from 0.16.0 on."""
+    if not isinstance(statement, ast.Raise) or statement.exc is None:
+        return statement
+    stub = parse_statements(f"def {_NAME}(*args, **kwargs):\n    pass", statement)[0]
+    assert isinstance(stub, ast.FunctionDef)
+    stub.body = [ast.copy_location(ast.Raise(statement.exc, None), statement)]
+    return stub
 
 
 def _attempt(tree: ast.Module) -> ast.Try | None:

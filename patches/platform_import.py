@@ -3,7 +3,7 @@
 Stock: where amdsmi gives no GPU architecture, `vllm.platforms.rocm` says so with `logger.warning_once` while it is
 being imported. From 0.19.0 that call asks vllm.distributed for the rank, which asks for the platform, which isn't there
 yet. (In 0.17.0 to 0.18.1 the same call has another default and imports nothing.)
-Seen in containers and WSL without amdsmi: "cannot import name 'RocmPlatform'" or a circular import, instead of the
+Seen in containers and WSL without amdsmi: "cannot import name 'current_platform' from 'vllm.platforms'" instead of the
 warning and torch's answer. Only the platform door is early enough.
 Origin: vLLM #40081, #41596; 0.27.0 dropped the warning. Delete this file when 0.27.0 is the oldest supported release.
 """
