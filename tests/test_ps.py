@@ -65,9 +65,9 @@ def home(tmp_path):
 
 
 @contextmanager
-def running(code, env, *arguments, lines=1, release="0.23.0"):
+def running(code, env, *arguments, lines=1, root=None):
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tree(release)), *arguments],
+        [sys.executable, "-c", code, str(root or tree("0.23.0")), *arguments],
         env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -153,6 +153,31 @@ def test_a_vllm_without_the_overlay_is_shown(home, tmp_path):
         assert "not mended here" in shown["marks"][0]
     finally:
         process.communicate()
+
+
+def test_ray_workers_go_below_the_service_of_the_same_vllm(home, tmp_path):
+    """Ray starts a worker itself, titles it, and tells it its job; another vLLM's worker stays by itself."""
+    code = "import os, ray, setproctitle; setproctitle.setproctitle('ray::RayWorkerWrapper.execute_method')\n" + _ALONE
+    (tmp_path / "ray.py").touch()
+    env = home | {"PYTHONPATH": str(tmp_path), "RAY_JOB_ID": "01000000"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    here, there = tmp_path / "here", tmp_path / "there"  # on a machine where others may run the same tree
+    here.symlink_to(tree("0.23.0"))
+    there.symlink_to(tree("0.22.1"))
+    with running(_ALONE, home, "-", root=here) as [(_, driver)]:
+        command = [sys.executable, "-c", code]
+        workers = [subprocess.Popen([*command, str(root), "-"], env=env, **pipes) for root in (here, there)]
+        try:
+            pids = [int(worker.stdout.readline().split()[1]) for worker in workers]
+            command = [sys.executable, "-m", "vllm_rocm_fixes", "ps", "--json"]
+            done = subprocess.run(command, env=home, capture_output=True, text=True, check=False)
+            services = [[p["pid"] for p in s["processes"]] for s in json.loads(done.stdout)["services"]]
+            assert [service for service in services if int(driver) in service] == [[int(driver), pids[0]]]
+            assert [pids[1]] in services
+            assert ps(home)[1][pids[0]]["role"] == "Ray worker RayWorkerWrapper"
+        finally:
+            for worker in workers:
+                worker.communicate()
 
 
 def test_a_reused_process_id_is_not_taken_for_the_writer(home):

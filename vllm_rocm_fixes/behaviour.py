@@ -11,6 +11,8 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -38,12 +40,15 @@ def main(file: str) -> None:
     for name, before in list(process.results.items()):
         module = before.patch.module
         claimed = before.state in CLAIMS and module.startswith("vllm.")  # tests.utils is for pytest to import
-        said = _import(module) if claimed else None
+        wrong = _import(module) if claimed else None
+        note = "stock can't import its module here either" if wrong and _stock_fails(module) else None
         result = process.results[name]
-        wrong = said or (holds(process, sys.modules[module]) if claimed else None)
-        if wrong is None and result.state == "applied":
+        if claimed and not wrong:
+            wrong = holds(process, sys.modules[module])
+        if wrong is None and result.state == "applied" and module in sys.modules:
             wrong = _behaves(result.patch.examine.__module__)
-        found[name] = {"module": module, "state": result.state, "reason": result.reason, "wrong": wrong}
+        wrong = None if note else wrong
+        found[name] = {"module": module, "state": result.state, "reason": result.reason, "wrong": wrong, "note": note}
     doors = [
         point for point, called in (("registered", process._registered), ("prepared", process._prepared)) if called
     ]
@@ -96,6 +101,15 @@ def _import(module: str) -> str | None:
         traceback.print_exc()
         return f"its module can't be imported: {type(error).__name__}: {error}"
     return None
+
+
+def _stock_fails(module: str) -> bool:
+    """Whether the module can't be imported without the overlay; ROCm's platform can't beside a CPU torch."""
+    code = "import importlib, sys; importlib.import_module('vllm.plugins').load_general_plugins(); "
+    code += "importlib.import_module(sys.argv[1])"
+    environ = {**os.environ, "ROCM_FIXES": "off"}
+    done = subprocess.run([sys.executable, "-c", code, module], env=environ, capture_output=True, check=False)
+    return done.returncode != 0
 
 
 def _behaves(file: str) -> str | None:

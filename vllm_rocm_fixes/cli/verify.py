@@ -318,12 +318,12 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         shown = [f"{name} {cost['seconds']:.2f} s and {cost['megabytes']} MB" for name, cost in measured.items()]
         yield f"What it costs each process, after torch: {'; '.join(shown) or 'not measured'}"
     if len(measured) < len(report["cost"]):
-        yield f"Not installed here, so not measured: {', '.join(name for name in report['cost'] if name not in measured)}"
+        missing = ", ".join(name for name in report["cost"] if name not in measured)
+        yield f"Not installed here, so not measured: {missing}"
     yield ""
     wide_name = max((len(name) for name in report["patches"]), default=0)
     for name, patch in report["patches"].items():
-        checked = ", the code in memory is the mended one" if patch["state"] == "applied" and not patch["wrong"] else ""
-        yield f"{name:<{wide_name}}  {patch['state']}{checked}"
+        yield f"{name:<{wide_name}}  {patch['state']}{_checked(patch)}"
     gpu = report.get("gpu")
     if gpu:
         yield ""
@@ -333,6 +333,12 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"NOT SO: {line}" for line in report["wrong"])
     else:
         yield "Everything that is claimed is so."
+
+
+def _checked(patch: Mapping[str, Any]) -> str:
+    if patch["note"]:
+        return f", not looked at: {patch['note']}"
+    return ", the code in memory is the mended one" if patch["state"] == "applied" and not patch["wrong"] else ""
 
 
 def _plain(value: object) -> Any:

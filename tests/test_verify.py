@@ -1,0 +1,159 @@
+"""`vllm-rocm-fixes verify`: real starts of stock vLLM, without and with the overlay, and what it says of a claim."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+from releases import tree
+
+from vllm_rocm_fixes import behaviour, importing
+from vllm_rocm_fixes.cli import verify
+from vllm_rocm_fixes.patch import Site
+from vllm_rocm_fixes.process import Process, Result
+
+VERIFY = [sys.executable, "-m", "vllm_rocm_fixes", "verify", "--json"]
+_RUNS = {
+    "stand-in": (["--vllm", "0.23.0", "--step", "sampler", "--step", "all2all_utils"], {}),
+    "skipped": (["--vllm", "0.23.0", "--step", "sampler"], {"ROCM_FIXES_SKIP": "sampler"}),
+    "real": (["--real", "--step", "config dense"], {}),
+}
+
+
+@functools.cache
+def run(name):
+    """The exit status and the report of one of the runs; each takes a minute of a processor."""
+    arguments, extra = _RUNS[name]
+    arguments = [str(tree(a)) if a == "0.23.0" else a for a in arguments]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("ROCM_FIXES", "VLLM_"))}
+    env |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **extra}
+    done = subprocess.run([*VERIFY, *arguments], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def what(report, side, step):
+    return {seen["what"] for seen in report[side]["seen"].get(step, ())}
+
+
+def test_a_start_without_and_with_the_overlay():
+    status, report = run("stand-in")
+    assert report["vllm"]["version"] == "0.23.0" and not report["real"]
+    assert "aiter" in what(report, "without", "sampler") and "mori" in what(report, "without", "all2all_utils")
+    assert what(report, "with", "sampler") == what(report, "with", "all2all_utils") == set()
+    assert set(report["with"]["outcomes"].values()) == {"ok"}
+    [aiter] = [s for s in report["without"]["seen"]["sampler"] if s["what"] == "aiter"]
+    assert aiter["by"].startswith("vllm/v1/sample/ops/topk_topp_sampler.py:") and len(aiter["chain"]) >= 1
+    applied = {name for name, patch in report["patches"].items() if patch["state"] == "applied"}
+    assert {"sampler", "aiter_ops", "all2all_utils", "import_utils"} <= applied
+    assert report["wrong"] == [] and status == 0
+
+
+def test_a_claim_that_is_not_so():
+    status, report = run("skipped")
+    assert "aiter" in what(report, "with", "sampler")
+    assert any(
+        line.startswith("with the overlay, sampler still imports aiter, in vllm/v1/") for line in report["wrong"]
+    )
+    assert status == 1
+
+
+def test_this_machines_own_platform():
+    """The CPU platform of the vLLM that is installed: the same steps, told by the tracer."""
+    status, report = run("real")
+    assert report["real"] and report["gpu"]["platform"] == "CpuPlatform" and "no AMD GPU" in report["node"]
+    assert report["without"]["outcomes"] == report["with"]["outcomes"] == {"vllm.config": "ok", "config dense": "ok"}
+    assert report["patches"]["platform_memory"]["note"] == "stock can't import its module here either"
+    assert report["wrong"] == [] and status == 0
+
+
+def test_lines_for_a_person():
+    _, report = run("skipped")
+    sides = {side: verify.Side(report[side]["outcomes"], _seen(report[side])) for side in ("without", "with")}
+    text = "\n".join(verify._lines({**report, **sides, "cost": {"tilelang": {"seconds": 0.63, "megabytes": 86}}}))
+    assert "tilelang 0.63 s and 86 MB" in text and "STEP" in text
+    assert "NOT SO: with the overlay, sampler still imports aiter" in text
+
+
+def _seen(side):
+    return {
+        step: [verify.Seen(**{**s, "chain": tuple(s["chain"])}) for s in seen] for step, seen in side["seen"].items()
+    }
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({}, None),
+        ({"outcomes": {"sampler": "RuntimeError: no"}}, "with the overlay, sampler fails: RuntimeError: no"),
+        ({"outcomes": {}}, "with the overlay, sampler fails: it did not end"),
+        ({"seen": {"sampler": [verify.Seen("GPU", "vllm/x.py:1 f", ())]}}, "sampler still asks for the GPU"),
+        ({"patches": {"p": {"state": "unknown", "reason": "r", "wrong": None}}}, "p is unknown: r"),
+        (
+            {"patches": {"p": {"state": "applied", "reason": "r", "wrong": "f runs stock's code"}}},
+            "f runs stock's code",
+        ),
+        ({"doors": []}, "vLLM didn't load the overlay's plugin"),
+        ({"gpu": {"works": True, "works_after_tilelang": False}}, "multiplies wrongly after TileLang"),
+    ],
+)
+def test_what_counts_as_wrong(change, line):
+    side = verify.Side(change.get("outcomes", {"sampler": "ok"}), change.get("seen", {}))
+    report = {"without": verify.Side({"sampler": "ok"}), "with": side, "patches": {}, "doors": ["registered"], **change}
+    found = list(verify.wrong(report))
+    assert [line in f for f in found] == ([True] if line else [])
+
+
+@pytest.mark.unit
+def test_a_module_that_runs_stock_code_is_found_out(monkeypatch):
+    """Real source, loaded as stock and claimed to be applied: the functions in memory tell."""
+    name = "vllm.v1.core.sched.utils_of_this_test"
+    source = "def asked():\n    return 'stock'\n\n\ndef other():\n    return 1\n"
+    module = types.ModuleType(name)
+    stock = compile(source, f"{name}.py", "exec", dont_inherit=True)
+    exec(stock, vars(module))
+    monkeypatch.setitem(sys.modules, name, module)
+
+    import ast
+
+    from vllm_rocm_fixes.patch import Patch, clear, needed
+
+    def edit(tree):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and node.value == "stock":
+                node.value = "mended"
+
+    patch = Patch(
+        *("p", name, "s", (), "0.14.0", None),
+        examine=lambda tree: needed("it") if "'stock'" in ast.unparse(tree) else clear("it"),
+        mend=edit,
+    )
+
+    class Source:
+        def get_source(self, _):
+            return source
+
+    module.__spec__ = importing.importlib.machinery.ModuleSpec(name, Source(), origin=f"{name}.py")
+    process = Process([patch], [])
+    process.site = Site()
+    process.results["p"] = Result(patch, "applied", "claimed")
+    assert behaviour.holds(process, module) == "asked runs stock's code"
+    mended = compile(source.replace("stock", "mended"), f"{name}.py", "exec", dont_inherit=True)
+    exec(mended, vars(module))
+    assert behaviour.holds(process, module) is None
+    exec(compile(source.replace("stock", "else"), f"{name}.py", "exec"), vars(module))
+    assert behaviour.holds(process, module) == "asked runs neither stock's code nor the mended one"
+    process.results["p"] = Result(patch, "clear", "nothing to do")
+    assert behaviour.holds(process, module) == "its module was imported, and the patch wasn't applied"
+
+
+def test_bad_input_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "vllm_rocm_fixes", "verify", "--vllm", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
