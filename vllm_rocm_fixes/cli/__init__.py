@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 PROGRAM = "vllm-rocm-fixes"
-COMMANDS = ("status", "diff", "bake", "unbake", "ps", "doctor", "trace")
+COMMANDS = ("status", "diff", "bake", "unbake", "ps", "doctor", "trace", "verify")
 
 
 class Stop(Exception):
