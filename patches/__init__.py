@@ -3,6 +3,7 @@
 from vllm_rocm_fixes.patch import Patch
 
 from . import (
+    aiter_dtype,
     aiter_ops,
     all2all,
     all2all_utils,
@@ -11,6 +12,8 @@ from . import (
     jit_monitor,
     kernel_warmup,
     mhc,
+    mla_attention,
+    platform_arch,
     platform_import,
     platform_memory,
     quark,
@@ -23,6 +26,7 @@ from . import (
 SERIES: tuple[Patch, ...] = (
     sampler.PATCH,
     aiter_ops.PATCH,
+    aiter_dtype.PATCH,
     all2all_utils.PATCH,
     all2all.PATCH,
     import_utils.PATCH,
@@ -34,7 +38,9 @@ SERIES: tuple[Patch, ...] = (
     jit_monitor.PATCH,
     quark.PATCH,
     platform_memory.PATCH,
+    platform_arch.PATCH,
     platform_import.PATCH,
     fa_utils.PATCH,
+    mla_attention.PATCH,
     tilelang_jit.PATCH,
 )

@@ -1,0 +1,122 @@
+"""mla_attention: flash-attention is imported by the first MLA layer that computes with it.
+
+Stock: on ROCm `layers/attention/mla_attention.py` imports flash_attn at module scope (0.16.0 to 0.20.2). The module is
+imported with every attention layer, so by every model and worker. Only ImportError is caught.
+Seen: as in patch fa_utils: a flash_attn built for AITER's Triton kernels imports AITER in the parent, and when that
+fails with anything but ImportError nothing starts.
+Here the first MLA layer without another prefill imports it. Whatever that raises, the answer is stock's for a missing
+package: MLA without AITER's back end says that it needs flash_attn.
+Origin: Dao-AILab/flash-attention #2580. From 0.21.0 on the file has no such import.
+Delete this file when 0.21.0 is the oldest supported release.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from vllm_rocm_fixes.late import BINDER
+from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
+from vllm_rocm_fixes.syntax import (
+    Block,
+    Function,
+    blocks,
+    class_,
+    find,
+    holding,
+    imports,
+    insert_before,
+    parse_expression,
+    parse_statements,
+    replace,
+    statements,
+)
+
+_NAME = "flash_attn_varlen_func"
+
+
+def examine(tree: ast.Module) -> Verdict:
+    """Whether flash_attn is imported at module scope, and in the shape that is known."""
+    if class_(tree, "MLAAttention") is None:
+        return unknown("looked for the class MLAAttention, and it isn't there once")
+    plain = (s for _, s in statements(tree.body) if isinstance(s, ast.Import | ast.ImportFrom))
+    early = [s for s in plain if imports(s, "flash_attn")]
+    if not early:
+        return clear("flash_attn isn't imported at module scope")
+    outer, inner = _attempts(tree)
+    if outer is None or inner is None or len(early) != 1:
+        return unknown("flash_attn is imported at module scope, outside of the `try` that is known")
+    if len(_readers(tree)) != 1 or any(isinstance(s, ast.FunctionDef) and s.name == "__getattr__" for s in tree.body):
+        return unknown(f"{_NAME} is read in other places than the one that is known")
+    return needed("flash_attn is imported at module scope, and only ImportError is caught")
+
+
+def mend(tree: ast.Module) -> None:
+    """Move the inner `try` into a function that is asked for the name; on ROCm the name has no value until then."""
+    outer, inner = _attempts(tree)
+    assert outer is not None and inner is not None
+    block, first = _readers(tree)[0]
+    insert_before(
+        block, first, parse_statements(f"from vllm_rocm_fixes.late import need\nneed(globals(), {_NAME!r})", first)
+    )
+    replace(holding(tree, inner)[0], inner, parse_statements(f"del {_NAME}", inner))
+    handler = inner.handlers[0]
+    handler.type = parse_expression("(Exception, SystemExit)", handler)
+    handler.name = handler.name or "_error"
+    code = f"from vllm_rocm_fixes.failures import count_as_absent\ncount_as_absent('flash_attn', {handler.name})\n"
+    code += f"{_NAME} = None"
+    handler.body[:0] = parse_statements(code, handler)
+    code = f"def {BINDER}(name):\n    global {_NAME}\n    if name != {_NAME!r}:\n        return\n"
+    code += "def __getattr__(name):\n    from vllm_rocm_fixes.late import resolve\n    return resolve(globals(), name)"
+    new = parse_statements(code, outer)
+    binder = new[0]
+    assert isinstance(binder, ast.FunctionDef)
+    binder.body.append(inner)
+    insert_before(tree.body, outer, new)
+
+
+def _attempts(tree: ast.Module) -> tuple[ast.Try | None, ast.Try | None]:
+    """The `try` for vLLM's own flash-attention, and the one in its handler, which follows `name = None`."""
+    for outer in (s for s in tree.body if isinstance(s, ast.Try) and len(s.handlers) == 1):
+        handler = outer.handlers[0]
+        unset = [s for s in handler.body if isinstance(s, ast.Assign) and ast.unparse(s) == f"{_NAME} = None"]
+        inner = [s for _, s in statements(handler.body) if isinstance(s, ast.Try) and imports(s, "flash_attn")]
+        if len(inner) == 1 and unset and len(inner[0].handlers) == 1 and not inner[0].orelse:
+            return outer, inner[0]
+    return None, None
+
+
+def _readers(tree: ast.Module) -> list[tuple[Block, ast.stmt]]:
+    """The first statement of each block of a function that reads the name, unless an outer block's was before."""
+    found: list[tuple[Block, ast.stmt]] = []
+
+    def reads(node: ast.AST) -> bool:
+        return bool(find(node, ast.Name, lambda n: n.id == _NAME and isinstance(n.ctx, ast.Load)))
+
+    def look(block: Block) -> None:
+        for statement in block:
+            if reads(statement):
+                if not any(reads(s) for inner in blocks(statement) for s in inner) or _in_header(statement):
+                    found.append((block, statement))
+                    return
+                for inner in blocks(statement):
+                    look(inner)
+
+    def _in_header(statement: ast.stmt) -> bool:
+        return isinstance(statement, ast.If) and reads(statement.test)
+
+    for _, statement in statements(tree.body, into_definitions=True):
+        if isinstance(statement, Function) and reads(statement):
+            look(statement.body)
+    return found
+
+
+PATCH = Patch(
+    name="mla_attention",
+    module="vllm.model_executor.layers.attention.mla_attention",
+    summary="flash-attention is imported by the first MLA layer that computes with it",
+    origin=("Dao-AILab/flash-attention #2580",),
+    since="0.16.0",
+    until="0.21.0",
+    examine=examine,
+    mend=mend,
+)
