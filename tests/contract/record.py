@@ -18,11 +18,12 @@ _HEAD = """\
 `make contract` starts each release on the stand-in AMD node and writes down, for each step of the start, which packages
 were imported though nothing needed them yet, and whether torch was asked for something that initialises HIP (GPU). This
 is the record of stock, without the overlay: `python tools/contract.py --stock --record` writes it. With the overlay
-each of these cells must be empty, or an entry of `tests/contract/known.py` says why it isn't.
+each of these cells must hold nothing, or an entry of `tests/contract/known.py` says why.
 
 "everything" stands for AITER, TileLang, Mori, DeepEP, NIXL, MoonEP, FlashInfer and flash-attention; an image of vLLM
 holds the first three, a pip install the first two. Each step runs in a fresh process that has imported `vllm.config`.
-A child's cell holds what the child itself did. An error that ended a step stands in brackets.
+A child's cell holds what the child itself did. An error that ended a step stands in brackets. A dash is nothing; an
+empty cell wasn't recorded.
 """
 
 
@@ -57,15 +58,18 @@ def write_table() -> None:
         lines += [f"\n## {packages}\n", f"| release | {' | '.join(steps)} |", "|---" * (len(steps) + 1) + "|"]
         lines += [f"| {release} | {' | '.join(_cell(row, step) for step in steps)} |" for release, row in rows.items()]
     lines += ["\n## Who asked\n", "| place | what | releases |", "|---|---|---|"]
-    places: dict[tuple[str, str], dict[str, None]] = {}
+    places: dict[str, dict[str, dict[str, None]]] = {}
     for release, sets in record.items():
         for found in (f for entry in sets.values() for step in entry["steps"].values() for f in step):
             what, _, by = found.partition(" ")
             file, _, rest = by.partition(":")
-            places.setdefault((f"{file} {rest.partition(' ')[2]}", what), {})[release] = None
-    for (place, what), releases in sorted(places.items()):
-        span = list(releases)
-        lines.append(f"| `{place}` | {what} | {', '.join(span)} |")
+            place = places.setdefault(f"{file} {rest.partition(' ')[2]}", {})
+            place.setdefault(what, {})[release] = None
+    for place, asked in sorted(places.items()):
+        together: dict[tuple[str, ...], list[str]] = {}
+        for what, releases in asked.items():
+            together.setdefault(tuple(releases), []).append(what)
+        lines += [f"| `{place}` | {', '.join(what)} | {', '.join(span)} |" for span, what in together.items()]
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
