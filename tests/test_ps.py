@@ -13,6 +13,7 @@ import pytest
 from releases import tree
 
 from vllm_rocm_fixes import records
+from vllm_rocm_fixes.cli import ps as cli_ps
 
 pytestmark = pytest.mark.unit
 
@@ -140,17 +141,27 @@ def test_the_one_that_differs_is_marked(home):
         assert status == 1
 
 
-def test_a_vllm_without_the_overlay_is_shown(home, tmp_path):
+@pytest.mark.parametrize(
+    ("switch", "mark"),
+    [
+        ({"ROCM_FIXES": "off"}, "not mended here: ROCM_FIXES=off"),
+        ({"VLLM_PLUGINS": "a,b"}, "not mended here: VLLM_PLUGINS=a,b doesn't name rocm_fixes"),
+        ({"VLLM_PLUGINS": "a,rocm_fixes"}, None),  # it may still be starting
+    ],
+)
+def test_a_vllm_without_the_overlay_is_shown(home, switch, mark):
     """A process that calls itself as vLLM's do, and has no record."""
     code = "import sys; print('ready', flush=True); sys.stdin.read()"
-    process = subprocess.Popen(
-        ["VLLM::EngineCore", "-c", code], executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    words = ["VLLM::EngineCore", "-c", code]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(words, executable=sys.executable, env=home | switch, **pipes)
     try:
         process.stdout.readline()
         shown = ps(home)[1][process.pid]
         assert shown["role"] == "EngineCore" and shown["overlay"] is None
-        assert "not mended here" in shown["marks"][0]
+        assert shown["marks"] == ([mark] if mark else [])
+        old = cli_ps.Shown(process.pid, 1, 0, "EngineCore", None, seconds=600)
+        assert mark or cli_ps._kept_out(old) == "the overlay isn't installed for its Python, or no plugin is loaded yet"
     finally:
         process.communicate()
 

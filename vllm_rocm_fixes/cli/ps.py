@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import records
+from .. import records, settings
 from ..records import Record
 from . import add_command
 
@@ -26,7 +26,7 @@ siblings is marked, and so is one that should have the overlay and hasn't. Proce
 
 Exit status: 0 all alike; 1 one is marked, or none runs."""
 _USUAL = ("applied", "waiting", "clear", "absent")  # states that need no name
-_STARTING = 60  # seconds that a process may take from its start to the plugin door
+_STARTING = 120  # seconds that a process may take from its start to the plugin door
 
 
 @dataclass
@@ -109,10 +109,9 @@ def compare(processes: list[Shown]) -> None:
         most[trait] = Counter(traits.get(trait, "missing") for traits in described.values()).most_common(1)[0][0]
     for process in processes:
         if process.record is None:
-            if process.seconds > _STARTING or not described:
-                process.marks.append(
-                    "not mended here: ROCM_FIXES=off, VLLM_PLUGINS without rocm_fixes, or not installed"
-                )
+            reason = _kept_out(process)
+            if reason:
+                process.marks.append(f"not mended here: {reason}")
             continue
         mine = described[process.pid]
         for trait, usual in most.items():
@@ -120,6 +119,24 @@ def compare(processes: list[Shown]) -> None:
             if value != usual:
                 others = sum(traits.get(trait, "missing") == usual for traits in described.values())
                 process.marks.append(f"differs: {trait} is {value}, and {usual} in {others} other{'s'[: others != 1]}")
+
+
+def _kept_out(process: Shown) -> str | None:
+    """Why a process of vLLM's has no record; None while it may still be starting."""
+    try:
+        entries = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        entries = []
+    environ = {key: value for key, _, value in (os.fsdecode(entry).partition("=") for entry in entries)}
+    if settings.read((), environ).off:
+        return f"ROCM_FIXES={environ['ROCM_FIXES']}"
+    if "VLLM_PLUGINS" in environ and "rocm_fixes" not in environ["VLLM_PLUGINS"].split(","):
+        return f"VLLM_PLUGINS={environ['VLLM_PLUGINS']} doesn't name rocm_fixes"
+    return (
+        "the overlay isn't installed for its Python, or no plugin is loaded yet"
+        if process.seconds > _STARTING
+        else None
+    )
 
 
 def _traits(record: Record) -> dict[str, str]:
@@ -195,6 +212,8 @@ def _role(title: list[str], record: Record | None, forked: bool) -> str:
     named = record.data.get("role") if record and not forked else None
     if named and named != "MainProcess":
         return str(named)
+    if title[1:2] == ["-m"]:
+        return title[2] if len(title) > 2 else "?"
     words = [word if word.startswith("-") else os.path.basename(word) for word in title[:2]]
     return " ".join(words)[:40] or "?"
 
