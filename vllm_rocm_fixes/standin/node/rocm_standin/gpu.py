@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -100,25 +101,36 @@ def _constant(answer: Any, *args: Any) -> Any:
     return answer
 
 
+def _everywhere(cuda: Any, name: str, function: Callable[..., Any]) -> None:
+    """Put a function into torch.cuda, and into the modules below it that took the original by name."""
+    original = getattr(cuda, name, None)
+    for module in [module for path, module in sys.modules.items() if path.startswith("torch.cuda.")]:
+        if original is not None and getattr(module, name, None) is original:
+            setattr(module, name, function)
+    setattr(cuda, name, function)
+
+
 def watch(torch: Any) -> None:
     """Put the watch on this process's torch; it stays through fork."""
     cuda = torch.cuda
     for name, answer in _ANSWERS.items():
-        setattr(cuda, name, _answering(f"torch.cuda.{name}", getattr(cuda, name, None), answer))
+        _everywhere(cuda, name, _answering(f"torch.cuda.{name}", getattr(cuda, name, None), answer))
     for name, answer in _ACCELERATOR.items():
         original = getattr(torch.accelerator, name, None)
         if original is not None:
             setattr(torch.accelerator, name, _answering(f"torch.accelerator.{name}", original, answer))
-    cuda._lazy_init = lambda: _touch("torch.cuda._lazy_init")
-    cuda.is_initialized = lambda: _Context.initialised and not _Context.forked
+    _everywhere(cuda, "_lazy_init", lambda: _touch("torch.cuda._lazy_init"))
+    _everywhere(cuda, "is_initialized", lambda: _Context.initialised and not _Context.forked)
     cuda._is_in_bad_fork = lambda: _Context.forked
     cuda._is_compiled = lambda: True
     for name, answer in {"_cuda_getCurrentRawStream": 0, "_cuda_getDeviceCount": 1}.items():
         if not hasattr(torch._C, name):  # torch imports these by name where CUDA is compiled in
             setattr(torch._C, name, functools.partial(_constant, answer))
     cuda._device_count_amdsmi = lambda: 1
-    cuda.device_count = torch.accelerator.device_count = lambda: 1
+    _everywhere(cuda, "device_count", lambda: 1)
+    torch.accelerator.device_count = lambda: 1
     if option("HIP"):
         torch.version.hip = option("HIP")
-        cuda.is_available = torch.accelerator.is_available = lambda: True
+        _everywhere(cuda, "is_available", lambda: True)
+        torch.accelerator.is_available = lambda: True
     os.register_at_fork(after_in_child=_after_fork)
