@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,11 @@ def total_memory(platform: Any, device_id: int) -> int | None:
     """The total memory in bytes of a GPU that vLLM counts as device_id; None where only torch can tell."""
     try:
         physical = platform.device_id_to_physical_device_id(device_id)
+        visible = os.environ.get("ROCR_VISIBLE_DEVICES")  # torch counts behind it, amdsmi doesn't
+        if visible:
+            physical = int(visible.split(",")[physical])
         return _from_driver(physical) or _from_amdsmi(physical) or None
-    except Exception:  # amdsmi isn't there, or the device is named by its UUID: stock asks torch
+    except Exception:  # amdsmi isn't there, or a device is named by its UUID: stock asks torch
         return None
 
 
