@@ -1,8 +1,9 @@
 """The tracer in one process: writes down what is imported, who asks for the GPU, and what changes for children.
 
 What is hooked: importlib's _find_and_load, which only runs for modules that aren't loaded; torch's _lazy_init until the
-GPU is initialised; os.putenv, sys.setdlopenflags, _ctypes.dlopen and _posixsubprocess.fork_exec. Nothing is imported
-that isn't loaded or built in at this moment, and no hook stays in a path that runs often.
+GPU is initialised; what sets variables and dlopen flags, opens libraries and starts programs. Nothing is imported that
+isn't loaded or built in at this moment, no hook stays in a path that runs often, and whatever a hook does beside
+calling what it stands for is guarded: its errors are nobody else's.
 
 Each process appends lines to a file of its own, each with one write, so that nothing is lost when it is killed. Fields
 are separated by tabs; the first names the kind, the second is time.monotonic_ns(). vllm_rocm_fixes/traces.py reads it:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _clock, _ident, _fstat, _append = time.monotonic_ns, _thread.get_ident, os.fstat, os.write
 _bootstrap: Any = sys.modules["_frozen_importlib"]
 _local: Any = _thread._local()
+_OWN = (__file__, os.__file__, "<frozen os>")  # frames of these aren't the one that asked
 _VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH")
 _FILE = 873  # where our file lies: programs that close or reuse numbers count from three
 _SLOW = 1_000_000  # ns: after a shorter import nobody looks for open devices, which takes 30 us itself
@@ -93,8 +95,9 @@ def start(folder: str) -> None:
     names = {"enter": guarded(_enter), "leave": guarded(_leave), "stock": _bootstrap._find_and_load}
     exec(compile(_FIND_AND_LOAD, "<frozen importlib._bootstrap>", "exec"), names)
     _bootstrap._find_and_load = names["_find_and_load"]
-    os.putenv, os.unsetenv = _changing(os.putenv), _changing(os.unsetenv)
-    sys.setdlopenflags = _flags(sys.setdlopenflags)
+    os.putenv, os.unsetenv = _first(_change, os.putenv), _first(_change, os.unsetenv)
+    os.posix_spawn = _then(_spawned, os.posix_spawn)
+    sys.setdlopenflags = _first(_flags, sys.setdlopenflags)
     os.register_at_fork(after_in_child=guarded(_forked))
     atexit.register(guarded(_ended))
 
@@ -169,7 +172,7 @@ def _chain(frame: FrameType | None) -> str:
         frame = _caller(frame)
         if frame is not None:
             code = frame.f_code
-            if code.co_filename != __file__ and not code.co_filename.startswith("<frozen os"):
+            if code.co_filename not in _OWN:
                 found.append(f"{code.co_filename}:{frame.f_lineno or 0} {code.co_name}")
             frame = frame.f_back
     return "\x1f".join(found[::-1])
@@ -257,21 +260,15 @@ def _watch_cuda() -> None:
     real = kind(stock, function.__globals__, function.__name__)
 
     def ask() -> None:
-        place = _caller(sys._getframe(2))
-        key = place and (place.f_code.co_filename, place.f_lineno)
-        del place
-        busy = cuda.is_initialized() or hasattr(getattr(cuda, "_tls", None), "is_initializing")
-        if busy or key in _State.asked or len(_State.asked) > 20:
+        if not guarded(_asks)(cuda, sys._getframe(2)):
             real()
             return
-        _State.asked.add(key)
-        _write("G", _clock(), "torch.cuda._lazy_init", _chain(sys._getframe(1)))
         try:
             real()
         except BaseException as error:
-            _write("g", _clock(), f"{type(error).__name__}: {str(error)[:200]}")
+            guarded(_write)("g", _clock(), f"{type(error).__name__}: {str(error)[:200]}")
             raise
-        _write("g", _clock(), "initialised")
+        guarded(_write)("g", _clock(), "initialised")
         function.__code__ = stock
         guarded(_device)("torch.cuda._lazy_init")
 
@@ -282,62 +279,81 @@ def _watch_cuda() -> None:
     function.__code__ = code
 
 
+def _asks(cuda: Any, frame: FrameType | None) -> bool:
+    """Write down who asks for a GPU that isn't initialised, once for each place."""
+    if cuda.is_initialized() or hasattr(getattr(cuda, "_tls", None), "is_initializing") or len(_State.asked) > 20:
+        return False
+    place = _caller(frame)
+    key = place and (place.f_code.co_filename, place.f_lineno)
+    if key in _State.asked:
+        return False
+    _State.asked.add(key)
+    _write("G", _clock(), "torch.cuda._lazy_init", _chain(frame))
+    return True
+
+
 # What children and the loader are told
 
 
-def _changing(stock: Any) -> Any:
-    def change(name: Any, *value: Any) -> None:
-        guarded(_note)(os.fsencode(name), os.fsencode(value[0]) if value else None, sys._getframe(1))
-        stock(name, *value)
+def _first(note: Any, stock: Any) -> Any:
+    """stock, and before it note(frame of the caller, *arguments)."""
 
-    return change
+    def call(*args: Any, **options: Any) -> Any:
+        guarded(note)(sys._getframe(1), *args)
+        return stock(*args, **options)
+
+    return call
 
 
-def _note(key: bytes, value: bytes | None, frame: FrameType) -> None:
+def _then(note: Any, stock: Any) -> Any:
+    """stock, and after it note(its result, *arguments)."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        result = stock(*args, **options)
+        guarded(note)(result, *args)
+        return result
+
+    return call
+
+
+def _change(frame: FrameType, name: Any, *values: Any) -> None:
+    key, value = os.fsencode(name), os.fsencode(values[0]) if values else None
     if key in _State.variables and _State.variables[key] != value:
         old, _State.variables[key] = _State.variables[key], value
         shown = ["" if v is None else f"={os.fsdecode(v)}" for v in (old, value)]
         _write("V", _clock(), os.fsdecode(key), *shown, _chain(frame))
 
 
-def _flags(stock: Any) -> Any:
-    def setdlopenflags(value: int) -> None:
-        if value != sys.getdlopenflags():
-            _write("F", _clock(), sys.getdlopenflags(), value, _chain(sys._getframe(1)))
-        stock(value)
-
-    return setdlopenflags
+def _flags(frame: FrameType, value: int) -> None:
+    if value != sys.getdlopenflags():
+        _write("F", _clock(), sys.getdlopenflags(), value, _chain(frame))
 
 
-def _watch_ctypes() -> None:
-    module: Any = sys.modules["_ctypes"]
-    stock = module.dlopen
-
-    def dlopen(name: Any, *mode: int) -> Any:
-        if name and mode and mode[0] & os.RTLD_GLOBAL and os.fsdecode(name) not in _State.opened:
-            _State.opened.add(os.fsdecode(name))
-            _write("L", _clock(), os.fsdecode(name), _chain(sys._getframe(1)))
-        return stock(name, *mode)
-
-    module.dlopen = dlopen
+def _opening(frame: FrameType, name: Any, *mode: int) -> None:
+    if name and mode and mode[0] & os.RTLD_GLOBAL and os.fsdecode(name) not in _State.opened:
+        _State.opened.add(os.fsdecode(name))
+        _write("L", _clock(), os.fsdecode(name), _chain(frame))
 
 
-def _watch_subprocess() -> None:
-    module: Any = sys.modules["_posixsubprocess"]
-    stock = module.fork_exec
-
-    def fork_exec(*args: Any) -> Any:
-        pid = stock(*args)
-        guarded(_started)(pid, args[0], args[5])
-        return pid
-
-    module.fork_exec = fork_exec
+def _spawned(pid: int, path: Any, words: Any, environ: Any) -> None:
+    """os.posix_spawn, which subprocess uses from 3.13 on; environ is a mapping, or None for this process's own."""
+    _started(pid, words, None if environ is None else [os.fsencode(name) + b"=" for name in environ])
 
 
 def _started(pid: int, words: Any, environ: Any) -> None:
     traced = environ is None or any(bytes(entry).startswith(b"_ROCM_FIXES_TRACE=") for entry in environ)
     shown = [os.fsdecode(word)[:60] for word in list(words)[:4]]
     _write("S", _clock(), pid, int(traced), "\x1f".join(shown))
+
+
+def _watch_ctypes() -> None:
+    module: Any = sys.modules["_ctypes"]
+    module.dlopen = _first(_opening, module.dlopen)
+
+
+def _watch_subprocess() -> None:
+    module: Any = sys.modules["_posixsubprocess"]
+    module.fork_exec = _then(lambda pid, *args: _started(pid, args[0], args[5]), module.fork_exec)
 
 
 _AFTER = {  # once, after the first import of these
