@@ -220,6 +220,41 @@ def test_a_module_that_is_being_imported_waits_for_the_next_door(shelf):
     assert (first, then, f) == ("waiting", "applied", "mended")
 
 
+def late_switches(shelf, before, after):
+    """States, answers and warnings where the switches change between the two doors, as in Ray's workers."""
+    return child(
+        shelf,
+        f"""
+        import vllm.early
+        guard = Guard("watch", ("json.tool",), lambda package: 1 / 0, "", (), lambda: "")
+        os.environ.update({before!r})
+        p = process.Process([patch("early"), patch("late"), patch("fixed")], (guard,))
+        p.prepare()
+        for name in {before!r}:
+            del os.environ[name]
+        os.environ.update({after!r})
+        p.register(); p.register()
+        import vllm.late, vllm.fixed, json.tool
+        states = {{name: entry[0] for name, entry in state(p).items()}}
+        print(json.dumps([states, vllm.early.f(), vllm.late.f(), [t for l, t in said if l == "WARNING"]]))
+        """,
+    )
+
+
+def test_switches_that_come_between_the_doors(shelf):
+    states, early, late, warned = late_switches(shelf, {}, {"ROCM_FIXES_SKIP": "early,late,watch,no_such"})
+    assert states == {"early": "applied", "late": "skipped", "fixed": "clear"}
+    assert (early, late) == ("mended", "stock")
+    assert len(warned) == 2 and any(w.startswith("early is mended already") for w in warned), warned
+    assert any("no_such" in w for w in warned), warned
+    states, early, late, warned = late_switches(shelf, {}, {"ROCM_FIXES": "off"})
+    assert (early, late) == ("mended", "stock") and len(warned) == 1 and states["late"] == "skipped"
+    states, early, late, warned = late_switches(shelf, {"ROCM_FIXES": "off"}, {"ROCM_FIXES_SKIP": "late,watch"})
+    assert (early, late) == ("mended", "stock") and not warned and states["late"] == "skipped"
+    states, early, late, warned = late_switches(shelf, {}, {})
+    assert (early, late) == ("mended", "mended") and len(warned) == 1 and "a guard of json.tool failed" in warned[0]
+
+
 def test_the_real_doors_return_none_whatever_happens(shelf):
     got = child(
         shelf,

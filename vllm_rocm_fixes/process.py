@@ -48,7 +48,7 @@ class Process:
 
     def __init__(self, series: Sequence[Patch], guards: Sequence[Guard]) -> None:
         self.series, self.guards = series, guards
-        self.settings = settings.read([p.name for p in series] + [g.name for g in guards])
+        self.settings = self._read()
         self.site = Site(skipped=self.settings.skip)
         self.results: dict[str, Result] = {}
         self._wanted = self._by_module(p for p in series if p.name not in self.settings.skip)
@@ -82,21 +82,16 @@ class Process:
                 logger.debug("vllm-rocm-fixes %s is switched off by ROCM_FIXES", __version__)
                 return
             self.site = replace(self.site, root=self._root(), version=self._version())
-            for name in self.settings.skip:
-                patch = next((p for p in self.series if p.name == name), None)
-                if patch:
-                    self.results[name] = Result(patch, "skipped", "named in ROCM_FIXES_SKIP")
-            guards = [g for g in self.guards if g.name not in self.settings.skip]
-            for guard in guards:
+            for patch in self.series:
+                if patch.name in self.settings.skip:
+                    self.results[patch.name] = Result(patch, "skipped", "named in ROCM_FIXES_SKIP")
+            for guard in self.guards:
                 try:
-                    guard.install()
+                    if guard.name not in self.settings.skip:
+                        guard.install()
                 except Exception as error:
                     self._guard_failed(guard.name, error)
-            packages = {
-                package: [g.around for g in guards if package in g.packages] for g in guards for package in g.packages
-            }
-            self._finder = Finder({module: self._code for module in self._wanted}, packages, self._guard_failed)
-            install(self._finder)
+            self._look_out()
             self._mend_loaded()
             self.milliseconds += 1000 * (time.perf_counter() - begun)
 
@@ -105,6 +100,8 @@ class Process:
         if self._registered and not self._pending:
             return
         with self._lock:
+            if not self._registered:
+                self._read_again()
             self.prepare()
             if self.settings.off:
                 self._registered = True
@@ -122,6 +119,51 @@ class Process:
             self._say_line()
             self.milliseconds += 1000 * (time.perf_counter() - begun)
             self._recorded = records.write(self) is not None
+
+    def _read(self) -> settings.Settings:
+        return settings.read([p.name for p in self.series] + [g.name for g in self.guards])
+
+    def _look_out(self) -> None:
+        """Put a finder for what is wanted in the place of the one before."""
+        guards = [g for g in self.guards if g.name not in self.settings.skip]
+        packages = {
+            package: [g.around for g in guards if package in g.packages] for g in guards for package in g.packages
+        }
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        self._finder = Finder({module: self._code for module in self._wanted}, packages, self._guard_failed)
+        install(self._finder)
+
+    def _read_again(self) -> None:
+        """Follow switches that came after the platform door.
+
+        vLLM's executors over Ray hand the driver's variables to a worker when it has vLLM imported, shortly before
+        they call the general door (v1/executor/ray_executor_v2.py, ray_executor.py). What is mended by then stays so.
+        """
+        before, self.settings = self.settings, self._read()
+        if before == self.settings:
+            return
+        if before.off or not self._prepared:
+            self._prepared = False
+            self._wanted = self._by_module(p for p in self.series if p.name not in self.settings.skip)
+            self._pending = set(self._wanted)
+            return
+        for complaint in self.settings.complaints:
+            self._warn(complaint)
+        self.site = replace(self.site, skipped=self.settings.skip)
+        for patch in self.series:
+            if not self.settings.off and (patch.name not in self.settings.skip or patch.name in before.skip):
+                continue
+            if patch.name in self.results and self.results[patch.name].state == "applied":
+                self._warn(f"{patch.name} is mended already: its switch came too late, set it where `ray start` runs")
+                continue
+            self.results[patch.name] = Result(patch, "skipped", "switched off after the platform door")
+            self._wanted[patch.module] = [p for p in self._wanted[patch.module] if p is not patch]
+            if not self._wanted[patch.module]:
+                self._pending.discard(patch.module)
+        self._look_out()
+        if self.settings.off and self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
 
     def _say_line(self) -> None:
         """Log the line once INFO is shown, now or with a later import.
