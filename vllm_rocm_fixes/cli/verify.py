@@ -282,7 +282,7 @@ def wrong(report: Mapping[str, Any]) -> Iterator[str]:
     """What is claimed and isn't so, one line each."""
     without, mended = report["without"], report["with"]
     for step, seen in mended.seen.items():
-        for one in {s.what: s for s in seen}.values():
+        for one in {s.what: s for s in reversed(seen)}.values():
             what = "asks for the GPU" if one.what == GPU else f"imports {one.what}"
             yield f"with the overlay, {step} still {what}, in {one.by or 'a file that is not known'}"
     for step, outcome in without.outcomes.items():
