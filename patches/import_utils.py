@@ -33,6 +33,7 @@ from vllm_rocm_fixes.syntax import (
     function,
     imports,
     parse_statements,
+    place,
     replace,
     statements,
 )
@@ -140,11 +141,11 @@ def mend(tree: ast.Module) -> None:
         start = first_statement(tilelang.body)
         tilelang.body[start:start] = parse_statements(f"from {__name__} import installed", tilelang.body[start])
         for call in asked:
-            call.func = ast.copy_location(ast.Name("installed", ast.Load()), call.func)
+            call.func = place(ast.Name("installed", ast.Load()), call.func)
     for _, block, statement, tests in _inspections(tree):
         for call in tests:
             package = call.args[0]
-            call.func = ast.copy_location(ast.Name("offers", ast.Load()), call.func)
+            call.func = place(ast.Name("offers", ast.Load()), call.func)
             call.args[0] = ast.copy_location(ast.Constant(ast.unparse(package)), package)
         replace(block, statement, parse_statements(f"from {__name__} import offers", statement))
 

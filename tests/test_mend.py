@@ -6,6 +6,7 @@ import pytest
 
 from vllm_rocm_fixes.mend import mend
 from vllm_rocm_fixes.patch import Patch, Site, clear, needed, unknown
+from vllm_rocm_fixes.syntax import parse_statements
 
 pytestmark = pytest.mark.unit
 STOCK = "def f():\n    return 'early'\n\n\ndef g():\n    return 'stock'\n"
@@ -100,3 +101,25 @@ def test_a_patch_may_refuse_a_site_and_says_why():
     assert mend(STOCK, "m.py", [patch(refuse=refuse)]).outcomes[0].applied
     refused = mend(STOCK, "m.py", [patch(refuse=refuse)], Site(skipped=frozenset({"hip"})))
     assert refused.outcomes[0].refused == "without guard hip" and refused.code is None
+
+
+@pytest.mark.parametrize(
+    ("body", "applied"),
+    [
+        ("return 'early'", True),
+        ("return helper('early')", False),
+        ("helper = 'early'\n    return helper", False),
+        ("return lambda: ('early', helper)", False),
+    ],
+    ids=["free", "read", "bound", "inside"],
+)
+def test_an_edit_takes_no_name_that_its_function_uses(body, applied):
+    def edit(tree):
+        tree.body[0].body[:0] = parse_statements("from os import getcwd as helper", tree.body[0].body[0])
+        for constant in [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value == "early"]:
+            constant.value = "late"
+
+    elsewhere = "\n\ndef g():\n    return helper\n"
+    done = mend(f"def f():\n    {body}\n{elsewhere}", "m.py", [patch(mend=edit)])
+    assert [o.applied for o in done.outcomes] == [applied], done.outcomes[0].failed
+    assert applied or "needs the name helper" in done.outcomes[0].failed

@@ -99,10 +99,61 @@ def _apply(patch: Patch, tree: ast.Module, site: Site, failures: dict[str, str])
         ast.fix_missing_locations(tree)
     except Exception as error:
         return Outcome(patch, verdict, failed=f"the edit broke: {_said(error)}")
+    clash = _clash(tree)
+    if clash:
+        return Outcome(patch, verdict, failed=f"the edit needs the name {clash}, and the source uses it")
     after = examine(patch, tree)
     if after.kind != "clear":
         return Outcome(patch, verdict, failed=f"after the edit the examination still says {after.kind}: {after.reason}")
     return Outcome(patch, verdict)
+
+
+def _clash(tree: ast.Module) -> str | None:
+    """A name that an edit binds where the source has another use for it; None where there is none.
+
+    What an edit put in stands at a point, and stock's own nodes don't: see syntax.place.
+    """
+    bound, used = _bound_and_used(tree, outside=True)
+    for function in _outermost(tree):
+        own, theirs = _bound_and_used(function)
+        if (own | bound) & theirs:
+            return min((own | bound) & theirs)
+    return min(bound & used, default=None)
+
+
+def _outermost(node: ast.AST) -> Iterator[Function]:
+    """The functions that stand in no other function."""
+    for _, statement in statements(getattr(node, "body", [])):
+        if isinstance(statement, Function):
+            yield statement
+        elif isinstance(statement, ast.ClassDef):
+            yield from _outermost(statement)
+
+
+def _bound_and_used(node: ast.AST, outside: bool = False) -> tuple[set[str], set[str]]:
+    """The names that inserted nodes bind at or below node, and those that stock's use; outside: not in functions."""
+    bound: set[str] = set()
+    used: set[str] = set()
+    shared: set[str] = set()
+    waiting = [node]
+    for part in waiting:
+        waiting += [n for n in ast.iter_child_nodes(part) if not (outside and isinstance(n, Function))]
+        if isinstance(part, ast.Name):
+            if not _inserted(part):
+                used.add(part.id)
+            elif isinstance(part.ctx, ast.Store):
+                bound.add(part.id)
+        elif isinstance(part, ast.arg) and _inserted(part):
+            bound.add(part.arg)
+        elif isinstance(part, ast.alias) and _inserted(part):
+            bound.add(part.asname or part.name.partition(".")[0])
+        elif isinstance(part, ast.Global):
+            shared.update(part.names)
+    return bound - shared, used
+
+
+def _inserted(node: ast.expr | ast.arg | ast.alias) -> bool:
+    return (node.lineno, node.col_offset) == (node.end_lineno, node.end_col_offset)
 
 
 def _compile(tree: ast.Module, filename: str) -> CodeType:
