@@ -48,6 +48,12 @@ def folders(package: Path | None, environ: Mapping[str, str]) -> list[Path]:
     return list(dict.fromkeys([modules, Path(root) if root else home / ".aiter"]))
 
 
+def everywhere(package: Path | None, environ: Mapping[str, str]) -> list[Path]:
+    """Every folder in which a lock file of AITER's may lie, those of other settings and of its configurations too."""
+    others = [package / "jit", Path("/tmp/aiter_configs")] if package is not None else []
+    return list(dict.fromkeys([*folders(package, environ), *others]))
+
+
 def unwritable(folder: Path) -> str | None:
     """Why this user can't make files in a folder, which need not exist yet; None where it can."""
     place = folder
@@ -77,7 +83,7 @@ def _paths(place: Path) -> Iterator[Path]:
             yield from (path for path in folder.glob(pattern) if path.is_file() and not path.is_symlink())
 
 
-def _lock(path: Path, held: Mapping[tuple[int, int], int]) -> Lock | None:
+def _lock(path: Path, held: Mapping[tuple[int, int], int] | None) -> Lock | None:
     try:
         status = path.stat()
         with path.open(errors="replace") as file:
@@ -85,6 +91,8 @@ def _lock(path: Path, held: Mapping[tuple[int, int], int]) -> Lock | None:
     except OSError:
         return None
     seconds = max(0.0, time.time() - status.st_mtime)
+    if held is None:
+        return Lock(path, seconds, where="without /proc nobody can tell who holds it")
     holder = held.get((status.st_dev, status.st_ino))
     if holder is not None:
         return Lock(path, seconds, holder)
@@ -100,8 +108,13 @@ def _lock(path: Path, held: Mapping[tuple[int, int], int]) -> Lock | None:
     return Lock(path, seconds, pid if lives else None, stale=not lives)
 
 
-def _open_files() -> dict[tuple[int, int], int]:
-    """The files that a process of this user (of any, for root) has open: device and inode -> process id."""
+def _open_files() -> dict[tuple[int, int], int] | None:
+    """The files that a process of this user (of any, for root) has open: device and inode -> process id.
+
+    None where /proc isn't mounted.
+    """
+    if not os.path.isdir("/proc/self/fd"):
+        return None
     found = {}
     for name in os.listdir("/proc"):
         if not name.isdecimal():

@@ -281,9 +281,7 @@ def _aiter(node: Node) -> Iterator[Finding]:
                 yield Finding(
                     f"AITER builds its kernels in {place}, and {reason}", f"set {variable} to a folder of yours"
                 )
-    if node.aiter is not None:
-        places += [node.aiter / "jit", Path("/tmp/aiter_configs")]
-    for lock in locks.find(places):
+    for lock in locks.find(locks.everywhere(node.aiter, node.environ)):
         age = _age(lock.seconds)
         if lock.stale:
             yield Finding(

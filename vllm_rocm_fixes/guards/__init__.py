@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from . import hip, pair, pythonpath
+from . import aiter_locks, hip, pair, pythonpath
 
 
 def _nothing() -> None:
@@ -59,5 +59,13 @@ GUARDS: tuple[Guard, ...] = (
         summary="PYTHONPATH and sys.path are as they were before TileLang's import",
         origin=("vLLM #44823",),
         state=pythonpath.state,
+    ),
+    Guard(
+        name="aiter_locks",
+        packages=("aiter", "aiter.ops.sampling"),
+        around=aiter_locks.around,
+        summary="the lock file that an import of AITER waits for is named in the log",
+        origin=("AITER #5266",),
+        state=aiter_locks.state,
     ),
 )
