@@ -101,14 +101,21 @@ def _ways(surveyed: Surveyed, root: Path) -> list[str]:
 def _does(code: CodeType) -> list[object]:
     """What a function does, without what its line numbers alone decide: new nodes stand on the line of their mark.
 
-    CPython keeps a NOP for a `try` or `with` that begins on a line of its own, and jumps count it.
+    CPython keeps a NOP for a `try` or `with` that begins on a line of its own, and jumps count it. From 3.13 on it
+    makes one instruction of two accesses to local variables that stand on one line.
     """
     jumps = {*dis.hasjrel, *dis.hasjabs}
     steps: list[object] = [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_freevars]
     for step in dis.get_instructions(code):
         if step.opname not in ("NOP", "EXTENDED_ARG"):
             value = _does(step.argval) if isinstance(step.argval, CodeType) else step.argval
-            steps.append((step.opname, None if step.opcode in jumps else repr(value)))
+            accesses = re.findall(r"(?:LOAD|STORE)_FAST", step.opname)
+            if len(accesses) == 2:
+                steps += [(access, repr(name)) for access, name in zip(accesses, value)]
+            elif step.opname == "LOAD_FAST_BORROW":
+                steps.append(("LOAD_FAST", repr(value)))
+            else:
+                steps.append((step.opname, None if step.opcode in jumps else repr(value)))
     return steps
 
 
