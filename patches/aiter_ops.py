@@ -219,6 +219,16 @@ def _shape(probe: Function) -> tuple[ast.If, str, str, list[str]] | None:
     return (guards[0], cache, module, wanted) if known else None
 
 
+def behaves() -> str | None:
+    """What is wrong with this process's probe; None: nothing. `vllm-rocm-fixes verify` asks, in a child."""
+    if "aiter" in sys.modules:
+        return None  # the probe may use it then
+    answer = getattr(import_module("vllm._aiter_ops"), _PROBE)()
+    if "aiter" in sys.modules:
+        return f"{_PROBE} imported AITER"
+    return None if isinstance(answer, bool) else f"{_PROBE} answered {answer!r}"
+
+
 PATCH = Patch(
     name="aiter_ops",
     module="vllm._aiter_ops",

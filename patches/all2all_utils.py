@@ -20,6 +20,7 @@ imports no back end at module scope in the oldest supported release.
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,12 @@ def _not_rocm(test: ast.expr) -> bool:
     """A condition that doesn't hold on ROCm: for the type checker alone, or another platform."""
     asked = {n.attr for n in find(test, ast.Attribute)} | names(test)
     return not asked & {"is_cuda_alike", "is_rocm"} and bool(asked & {"TYPE_CHECKING", "is_cuda", "is_xpu", "is_tpu"})
+
+
+def behaves() -> str | None:
+    """What is wrong in this process, which chose no back end; None: nothing. `vllm-rocm-fixes verify` asks."""
+    found = [package for package in ("mori", "deep_ep", "nixl_ep", "moonep") if package in sys.modules]
+    return f"{', '.join(found)} was imported, and no back end was chosen" if found else None
 
 
 PATCH = Patch(

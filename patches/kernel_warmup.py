@@ -14,6 +14,7 @@ Delete this file when no supported release imports MiniMax-M3's helper off CUDA.
 from __future__ import annotations
 
 import ast
+import sys
 
 from vllm_rocm_fixes.late import defer
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
@@ -142,6 +143,13 @@ def pcie_ipc_chosen() -> bool:
         return False
     chosen = getattr(communicator, "fi_pcie_ipc_ar_comm", None)
     return chosen is not None and not chosen.disabled
+
+
+def behaves() -> str | None:
+    """What is wrong in this process, where no warm-up ran; None: nothing. `vllm-rocm-fixes verify` asks."""
+    helpers = ("qwen_triton_warmup", "minimax_m3_msa_warmup")
+    found = [name for name in helpers if f"vllm.model_executor.warmup.{name}" in sys.modules]
+    return f"{', '.join(found)} was imported, and no warm-up ran" if found else None
 
 
 PATCH = Patch(

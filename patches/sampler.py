@@ -23,7 +23,9 @@ Since 0.14.0, until no release yet. Delete this file when the oldest supported r
 from __future__ import annotations
 
 import ast
+import contextlib
 import logging
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -45,6 +47,7 @@ from vllm_rocm_fixes.syntax import (
 )
 
 _LOG = logging.getLogger("vllm.rocm_fixes.sampler")
+_first = [True]  # AITER's sampler hasn't been called in this process
 _CLASS = "TopKTopPSampler"
 _IMPORT = "import aiter.ops.sampling"
 _LOAD = "self.aiter_ops = torch.ops.aiter"
@@ -76,9 +79,10 @@ def answer(sampler: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any
                 import_module("aiter.ops.sampling")
                 sampler.aiter_ops = import_module("torch").ops.aiter
             doing = "its kernel failed"
-            if kernel is not None:
-                return kernel(logits, generators), None
-            return sampler.aiter_sample(logits, k, p, generators), None
+            with _watched():
+                if kernel is not None:
+                    return kernel(logits, generators), None
+                return sampler.aiter_sample(logits, k, p, generators), None
         except (Exception, SystemExit) as error:
             if is_interruption(error):
                 raise
@@ -89,6 +93,13 @@ def answer(sampler: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any
             _LOG.warning("AITER's sampler is given up, %s (%s): PyTorch's native sampler answers", doing, reason)
             _LOG.debug("Where AITER's sampler failed:", exc_info=True)
     return sampler.forward_native(logits, generators, k, p)
+
+
+def _watched() -> Any:
+    """The guard that names the lock file which a first call's build waits for, where this process has that guard."""
+    guard = sys.modules.get("vllm_rocm_fixes.guards.aiter_locks") if _first else None
+    _first.clear()
+    return guard.around() if guard else contextlib.nullcontext()
 
 
 def _stay_native(sampler: Any) -> bool:
@@ -194,6 +205,28 @@ def _catches_all(attempt: ast.Try) -> bool:
     for handler in attempt.handlers:
         caught |= names(handler.type) if handler.type else {"BaseException"}
     return "BaseException" in caught or {"Exception", "SystemExit"} <= caught
+
+
+def behaves() -> str | None:
+    """What is wrong with this process's sampler, whose AITER fails here as a JIT build does; None: nothing.
+
+    `vllm-rocm-fixes verify` asks, in a child.
+    """
+    import torch
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    def broken(*_: Any) -> Any:
+        raise SystemExit("a build that failed")
+
+    before = "aiter" in sys.modules
+    sampler: Any = TopKTopPSampler()
+    if not before and "aiter" in sys.modules:
+        return "making a sampler imported AITER"
+    native = object()  # PyTorch's own sampler may need a GPU too
+    sampler.aiter_ops, sampler.aiter_sample, sampler.forward_native = object(), broken, lambda *_: native
+    k, p = torch.tensor([3, 3], dtype=torch.int32), torch.tensor([0.9, 0.9])
+    answered = sampler.forward_hip(torch.rand(2, 8), {}, k, p)
+    return None if answered is native else "a request whose AITER fails isn't answered by the native sampler"
 
 
 PATCH = Patch(

@@ -12,7 +12,7 @@ import types
 import pytest
 from releases import tree
 
-from vllm_rocm_fixes import behaviour, importing
+from vllm_rocm_fixes import behaviour, importing, node
 from vllm_rocm_fixes.cli import verify
 from vllm_rocm_fixes.patch import Site
 from vllm_rocm_fixes.process import Process, Result
@@ -79,6 +79,32 @@ def test_lines_for_a_person():
     assert "NOT SO: with the overlay, sampler still imports aiter" in text
 
 
+def test_the_behaviour_checks_can_fail(tmp_path):
+    """The same checks, in a process of stock vLLM on the stand-in node."""
+    built = node.build(tmp_path / "node", version="0.23.0", vllm=tree("0.23.0"))
+    code = """
+import importlib, json, sys
+importlib.import_module("vllm.plugins").load_general_plugins()
+from vllm_rocm_fixes.patches import aiter_ops, all2all_utils, sampler
+said = {"aiter_ops": aiter_ops.behaves(), "sampler": None}
+for name in [name for name in sys.modules if name.split(".")[0] == "aiter"]:
+    del sys.modules[name]
+said["sampler"] = sampler.behaves()
+importlib.import_module(all2all_utils.PATCH.module)
+print(json.dumps(said | {"all2all_utils": all2all_utils.behaves()}))
+"""
+    env = built.environment({k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}, ROCM_FIXES="off")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "aiter_ops": "check_aiter_fused_qk_rmsnorm imported AITER",
+        "sampler": "making a sampler imported AITER",
+        "all2all_utils": "mori was imported, and no back end was chosen",
+    }
+
+
 def _seen(side):
     return {
         step: [verify.Seen(**{**s, "chain": tuple(s["chain"])}) for s in seen] for step, seen in side["seen"].items()
@@ -124,9 +150,9 @@ def test_a_module_that_runs_stock_code_is_found_out(monkeypatch):
     from vllm_rocm_fixes.patch import Patch, clear, needed
 
     def edit(tree):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and node.value == "stock":
-                node.value = "mended"
+        for constant in ast.walk(tree):
+            if isinstance(constant, ast.Constant) and constant.value == "stock":
+                constant.value = "mended"
 
     patch = Patch(
         *("p", name, "s", (), "0.14.0", None),
