@@ -1,0 +1,63 @@
+"""A node where amdsmi gives no architecture: the platform is imported, through the door that is early enough."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from releases import tree
+
+from vllm_rocm_fixes import node
+from vllm_rocm_fixes.patches import platform_import
+
+CHILD = """
+import json
+import amdsmi
+
+def broken(handle):
+    raise amdsmi.AmdSmiException("no asic info in this container")
+
+amdsmi.amdsmi_get_gpu_asic_info = broken
+done = {}
+try:
+    from vllm.platforms import current_platform
+    done["platform"] = type(current_platform).__name__
+    import vllm.platforms.rocm as rocm
+    done["arch"] = rocm._GCN_ARCH
+except BaseException as error:
+    done["raised"] = f"{type(error).__name__}: {error}"
+print(json.dumps(done))
+"""
+
+
+@pytest.mark.parametrize("release", ["0.19.0", "0.26.0"])
+def test_the_platform_is_imported(release, tmp_path):
+    built = node.build(tmp_path, version=release, vllm=tree(release), packages=())
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("ROCM_FIXES", "VLLM_PLUGINS"))}
+
+    def run(**side):
+        command = [sys.executable, "-c", CHILD]
+        done = subprocess.run(command, env=built.environment(env, **side), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+    stock, _ = run(VLLM_PLUGINS="")
+    ours, said = run()
+    assert "cannot import name 'current_platform'" in stock["raised"]
+    assert ours == {"platform": "RocmPlatform", "arch": "gfx942:sramecc+:xnack-"}
+    assert "Failed to get GCN arch via amdsmi" in said, "stock's warning is said"
+
+
+@pytest.mark.unit
+def test_shapes():
+    warn = "def _get_gcn_arch():\n    logger.warning_once('no')\n"
+    verdicts = {
+        warn + "ARCH = _get_gcn_arch()": "needed",
+        warn + "def later(): _get_gcn_arch()": "clear",
+        warn.replace("'no'", "'no', scope='process'") + "ARCH = _get_gcn_arch()": "clear",
+        warn + "def outer(): return _get_gcn_arch()\nARCH = outer()": "needed",
+        "x = 1": "unknown",
+    }
+    assert {text: platform_import.examine(ast.parse(text)).kind for text in verdicts} == verdicts
