@@ -277,6 +277,8 @@ def _last(text: str) -> str:
 
 # What is wrong, and what is printed
 
+_PRODUCTS = {"works": "", "works_after_tilelang": " after TileLang was imported"}
+
 
 def wrong(report: Mapping[str, Any]) -> Iterator[str]:
     """What is claimed and isn't so, one line each."""
@@ -298,7 +300,7 @@ def wrong(report: Mapping[str, Any]) -> Iterator[str]:
     gpu = report.get("gpu") or {}
     if gpu.get("error"):
         yield f"this machine's platform can't be asked: {gpu['error']}"
-    for key, when in (("works", ""), ("works_after_tilelang", " after TileLang was imported")):
+    for key, when in _PRODUCTS.items():
         if gpu.get(key) is False:
             yield f"the GPU multiplies wrongly{when}"
 
@@ -328,6 +330,9 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     if gpu:
         yield ""
         yield f"torch {gpu.get('torch')}, HIP {gpu.get('hip')}, {gpu.get('devices')} devices, {gpu.get('platform')}"
+        for key, when in _PRODUCTS.items():
+            if gpu.get(key) is not None:
+                yield f"A matrix product on the GPU{when} is {'right' if gpu[key] else 'wrong'}"
     yield ""
     if report["wrong"]:
         yield from (f"NOT SO: {line}" for line in report["wrong"])
