@@ -14,7 +14,7 @@ import ast
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_rocm_fixes.patch import Patch, Verdict, absent, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
@@ -66,8 +66,7 @@ def mend(tree: ast.Module) -> None:
         value.body = parse_statements(code, value.body[0])
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     kind: str
     owner: Function
     statement: ast.stmt

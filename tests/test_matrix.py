@@ -1,6 +1,5 @@
 """The matrix of releases and patches, and that it can fail."""
 
-import dataclasses
 import shutil
 
 import matrix
@@ -42,7 +41,7 @@ def shelf(tmp_path, monkeypatch):
 
 def test_a_patch_that_names_the_wrong_release_is_shown_with_both_sides(shelf, monkeypatch):
     assert matrix.column("0.23.0").disagreements == []
-    wrong = dataclasses.replace(sampler.PATCH, until="0.23.0")
+    wrong = sampler.PATCH._replace(until="0.23.0")
     monkeypatch.setattr(matrix, "SERIES", (wrong,))
     (said,) = matrix.column("0.23.0").disagreements
     assert "the source says needed" in said and "the patch says since 0.14.0, until 0.23.0" in said
@@ -56,7 +55,7 @@ def test_an_unknown_shape_is_shown_by_name_and_breaks_nothing(shelf):
 
 
 def test_an_edit_that_fails_is_shown(shelf, monkeypatch):
-    monkeypatch.setattr(matrix, "SERIES", (dataclasses.replace(sampler.PATCH, mend=lambda tree: None),))
+    monkeypatch.setattr(matrix, "SERIES", (sampler.PATCH._replace(mend=lambda tree: None),))
     (said,) = matrix.column("0.23.0").disagreements
     assert "the edit failed" in said
 

@@ -39,8 +39,7 @@ if child == 0:
     if action == "applies":
         process = vllm_rocm_fixes.current()
         name, result = next((n, r) for n, r in process.results.items() if r.state == "waiting")
-        import dataclasses
-        process._put(dataclasses.replace(result, state="applied"))
+        process._put(result._replace(state="applied"))
     told("child")
     idle()
     os._exit(0)

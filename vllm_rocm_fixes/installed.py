@@ -5,16 +5,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .patch import Patch, Verdict, absent, unknown
 
 _VERSION = re.compile(r"v?(\d+(?:\.\d+)*)[.-]?(?:(a|b|rc)\.?(\d+))?(?:\.?post(\d+))?(?:\.?dev(\d+))?", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Metadata:
+class Metadata(NamedTuple):
     """One installed distribution that holds vllm/, by its own metadata."""
 
     name: str
@@ -22,8 +21,7 @@ class Metadata:
     folder: Path
 
 
-@dataclass(frozen=True)
-class Installation:
+class Installation(NamedTuple):
     """A vLLM on disk: the folder that holds vllm/, what vllm/_version.py says, and what metadata says."""
 
     root: Path

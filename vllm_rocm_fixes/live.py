@@ -10,7 +10,6 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from types import (
     AsyncGeneratorType,
     CellType,
@@ -39,14 +38,14 @@ class NotStock(Exception):
     """The module can't be mended where it is; the text says why. Nothing was changed."""
 
 
-@dataclass
 class Transplant:
     """What was done to a loaded module: names of functions changed and added, and of holders that keep the old code."""
 
-    changed: list[str] = field(default_factory=list)
-    added: list[str] = field(default_factory=list)
-    unreached: list[str] = field(default_factory=list)
-    scope_ran: bool = False  # module-scope statements differ too, and those had run before
+    def __init__(self, scope_ran: bool) -> None:
+        self.changed: list[str] = []
+        self.added: list[str] = []
+        self.unreached: list[str] = []
+        self.scope_ran = scope_ran  # module-scope statements differ too, and those had run before
 
 
 def functions(code: CodeType, prefix: str = "") -> Iterator[tuple[str, CodeType]]:

@@ -15,16 +15,15 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .records import alive
 
 _YOUNG = 30  # seconds in which a builder may have made the file and not yet written into it
 
 
-@dataclass(frozen=True)
-class Lock:
+class Lock(NamedTuple):
     """A lock file. pid: the process on this host that holds it; stale: nobody does; else where says who may."""
 
     path: Path

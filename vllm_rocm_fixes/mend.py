@@ -7,16 +7,15 @@ failed has left nothing in the tree.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from types import CodeType
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, MappingProxyType
+from typing import NamedTuple
 
 from .patch import Patch, Site, Verdict, unknown
 from .syntax import Definition, Function, statements
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of one patch on one module: the verdict on stock, and why a needed patch was not applied."""
 
     patch: Patch
@@ -30,8 +29,7 @@ class Outcome:
         return self.verdict.kind == "needed" and not self.refused and not self.failed
 
 
-@dataclass(frozen=True)
-class Mended:
+class Mended(NamedTuple):
     """A module after its patches: tree and code are None where stock is kept.
 
     What a module that is loaded already needs beside the code: decorated holds the qualified names that have
@@ -42,7 +40,7 @@ class Mended:
     tree: ast.Module | None = None
     code: CodeType | None = None
     decorated: frozenset[str] = frozenset()
-    added: dict[str, CodeType] = field(default_factory=dict)
+    added: Mapping[str, CodeType] = MappingProxyType({})
 
 
 def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Site | None = None) -> Mended:
@@ -74,7 +72,7 @@ def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Sit
             )
         except Exception as error:
             reason = f"the mended tree doesn't compile: {_said(error)}"
-            return Mended(tuple(replace(o, failed=reason) if o.applied else o for o in outcomes))
+            return Mended(tuple(o._replace(failed=reason) if o.applied else o for o in outcomes))
 
 
 def examine(patch: Patch, tree: ast.Module) -> Verdict:

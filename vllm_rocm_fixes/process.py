@@ -13,11 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from . import records, settings, store
 from ._version import __version__
@@ -34,8 +33,7 @@ logger = logging.getLogger("vllm.rocm_fixes")
 State = Literal["applied", "waiting", "clear", "absent", "unknown", "refused", "failed", "skipped"]
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What became of a patch in this process; "waiting": needed, and applied when the module is imported."""
 
     patch: Patch
@@ -81,7 +79,7 @@ class Process:
             if self.settings.off:
                 logger.debug("vllm-rocm-fixes %s is switched off by ROCM_FIXES", __version__)
                 return
-            self.site = replace(self.site, root=self._root(), version=self._version())
+            self.site = self.site._replace(root=self._root(), version=self._version())
             for patch in self.series:
                 if patch.name in self.settings.skip:
                     self.results[patch.name] = Result(patch, "skipped", "named in ROCM_FIXES_SKIP")
@@ -108,7 +106,7 @@ class Process:
                 return
             begun = time.perf_counter()
             if self.site.root is None:  # the pytest door opens before vLLM is imported
-                self.site = replace(self.site, root=self._root(), version=self._version())
+                self.site = self.site._replace(root=self._root(), version=self._version())
             self._mend_loaded()
             if self._registered:
                 return
@@ -150,7 +148,7 @@ class Process:
             return
         for complaint in self.settings.complaints:
             self._warn(complaint)
-        self.site = replace(self.site, skipped=self.settings.skip)
+        self.site = self.site._replace(skipped=self.settings.skip)
         for patch in self.series:
             if not self.settings.off and (patch.name not in self.settings.skip or patch.name in before.skip):
                 continue
@@ -280,7 +278,7 @@ class Process:
             done = transplant(module, self._stock_code(name, loader, source, filename), mended)
         except NotStock as doubt:
             outcomes = tuple(
-                replace(o, failed=f"loaded before us: {doubt}") if o.applied else o for o in mended.outcomes
+                o._replace(failed=f"loaded before us: {doubt}") if o.applied else o for o in mended.outcomes
             )
             self._record(Mended(outcomes), "applied", "")
             return

@@ -18,9 +18,8 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from .process import Process
@@ -31,8 +30,7 @@ _SWEEP = 32  # files that a writer looks at for dead processes
 _FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One process's record, checked: data is what it wrote."""
 
     pid: int

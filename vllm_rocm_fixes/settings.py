@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SWITCHES = {
     "ROCM_FIXES": "off: nothing is mended or guarded",
@@ -21,8 +21,7 @@ SWITCHES = {
 _WORDS = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What the user switched; complaints holds a line for each thing that isn't understood."""
 
     off: bool = False

@@ -7,6 +7,7 @@ It is read only where this user alone can have written it. Whatever goes wrong h
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import marshal
@@ -70,7 +71,7 @@ def save(wanted: bytes, mended: Mended) -> None:
     if any(o.refused or o.failed for o in mended.outcomes):
         return
     outcomes = [(o.patch.name, o.verdict.kind, o.verdict.reason) for o in mended.outcomes]
-    payload = marshal.dumps((outcomes, mended.code, sorted(mended.decorated), mended.added))
+    payload = marshal.dumps((outcomes, mended.code, sorted(mended.decorated), dict(mended.added)))
     with contextlib.suppress(OSError, RuntimeError):
         place = folder()
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -95,8 +96,9 @@ def _ours_alone(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
     return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
+@functools.cache
 def _own_files() -> list[tuple[str, int, int]]:
-    """Name, size and time of the files that decide what an edit does."""
+    """Name, size and time of the files that decide what an edit does, as this process found them first."""
     engine = Path(__file__).parent
     patches = sys.modules.get("vllm_rocm_fixes.patches")
     folders = [engine, *map(Path, getattr(patches, "__path__", ()))]

@@ -14,8 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 SECONDS = 60.0  # how long an import may take; a cold network disk needs some, and a hang must end
 _CUT = 300  # characters of a reason, which becomes one line in a log
@@ -48,8 +47,7 @@ os._exit(0)  # what a package does when an interpreter ends may hang or crash
 """
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """What became of an import: the reason is empty where it went well, names are those the module offers."""
 
     ok: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import aiter_locks, hip, pair, pythonpath
 
@@ -13,8 +13,7 @@ def _nothing() -> None:
     return None
 
 
-@dataclass(frozen=True)
-class Guard:
+class Guard(NamedTuple):
     """A context in which a package's __init__ is executed.
 
     around is entered just before and left just after, whatever happens; an ImportError from entering it forbids the

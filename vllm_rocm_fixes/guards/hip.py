@@ -28,8 +28,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..settings import flag
 
@@ -43,8 +43,7 @@ TORCHS = re.compile(r"/lib(?:c10|torch)_hip\.so$")
 SLOTS = 30
 
 
-@dataclass(frozen=True)
-class Library:
+class Library(NamedTuple):
     """A file that is mapped into this process; gone: it was deleted or replaced on disk since."""
 
     path: str
@@ -165,7 +164,6 @@ def state() -> str:
     return _state.words
 
 
-@dataclass
 class _State:
     words: str = "neither tilelang nor tvm was imported"
     runtime: Library | None = None
