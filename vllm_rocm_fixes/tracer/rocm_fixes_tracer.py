@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 _clock, _ident, _fstat, _append = time.monotonic_ns, _thread.get_ident, os.fstat, os.write
 _bootstrap: Any = sys.modules["_frozen_importlib"]
 _local: Any = _thread._local()
-_OWN = (__file__, os.__file__, "<frozen os>")  # frames of these aren't the one that asked
+_LOADER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "importing.py")
+_OWN = (__file__, os.__file__, "<frozen os>", _LOADER)  # frames of these aren't the one that asked
 _VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH")
 _FILE = 873  # where our file lies: programs that close or reuse numbers count from three
 _SLOW = 1_000_000  # ns: after a shorter import nobody looks for open devices, which takes 30 us itself
