@@ -1,0 +1,99 @@
+"""1. What we cost: the two doors in a process, and the import of each mended module against stock."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+
+from measure import Table, child, environment, goal, spread
+
+REPEAT = 15
+# As vLLM does it: the platform door when current_platform is first asked for, the general one in EngineArgs.
+DOORS = """
+import json, sys, time
+import torch, vllm.platforms, vllm.utils.import_utils
+clock, cpu = time.perf_counter, time.process_time
+def timed(action):
+    modules, wall, used = set(sys.modules), clock(), cpu()
+    action()
+    done = 1000 * (clock() - wall), 1000 * (cpu() - used)
+    return [*done, [m for m in set(sys.modules) - modules if not m.startswith("vllm_rocm_fixes")]]
+def prepare():
+    import vllm_rocm_fixes
+    vllm_rocm_fixes.prepare()
+first = timed(prepare)
+import vllm.engine.arg_utils, vllm_rocm_fixes
+second = timed(vllm_rocm_fixes.register)
+def again():
+    for _ in range(1000):
+        vllm_rocm_fixes.prepare()
+        vllm_rocm_fixes.register()
+again()
+print(json.dumps([first, second, timed(again)[0]]))
+"""
+# What an import costs more is the way to the code; the code itself runs the same.
+CODE = """
+import json, sys, time
+from types import SimpleNamespace
+import vllm, vllm_rocm_fixes
+from vllm_rocm_fixes.importing import locate
+from vllm_rocm_fixes.process import Process
+current = vllm_rocm_fixes.current()
+vllm_rocm_fixes.prepare(); vllm_rocm_fixes.register()
+found = {}
+for module in dict.fromkeys(p.module for p in current.series):
+    spec = locate(module, current.site.root)
+    if spec is None or not module.startswith("vllm."):
+        continue
+    pairs = []
+    for number in range(int(sys.argv[1])):
+        def ours():
+            process = Process(current.series, ())
+            process.site = current.site
+            begun = time.perf_counter()
+            code = process._code(module, spec.loader, spec.origin) or spec.loader.get_code(module)
+            return 1000 * (time.perf_counter() - begun)
+        def stock():
+            begun = time.perf_counter()
+            spec.loader.get_code(module)
+            return 1000 * (time.perf_counter() - begun)
+        sides = (stock, ours) if number % 2 else (ours, stock)
+        pair = {side.__name__: side() for side in sides}
+        pairs.append([pair["stock"], pair["ours"]])
+    found[module] = pairs[2:]
+print(json.dumps(found))
+"""
+
+
+def run(repeat: int = REPEAT) -> list[Table]:
+    """The tables of this benchmark."""
+    with tempfile.TemporaryDirectory() as cache:
+        env = environment(VLLM_PLUGINS="", ROCM_FIXES_CACHE=cache)
+        cold = child(DOORS, env=env)
+        found = [child(DOORS, env=env) for _ in range(repeat)]
+        modules = child(CODE, str(max(repeat, 5) + 2), env=env)
+    together = [first[0] + second[0] for first, second, _ in found]
+    extra = sorted({name for first, second, _ in found for name in (*first[2], *second[2])})
+    again = [1000 * third for _, _, third in found]  # µs: a thousand calls of each door took that many ms
+    doors = Table("What we cost: the doors", ("door", "wall", "processor"))
+    for number, name in enumerate(("prepare(), with the import of the overlay", "register()")):
+        columns = [[run[number][column] for run in found] for column in (0, 1)]
+        doors.rows.append((name, *(spread(column, 2, "ms") for column in columns)))
+    used = [first[1] + second[1] for first, second, _ in found]
+    doors.rows.append(("both", spread(together, 2, "ms"), spread(used, 2, "ms")))
+    doors.rows.append(("both, first start on a node: nothing is kept yet", f"{cold[0][0] + cold[1][0]:.0f} ms", ""))
+    doors.rows.append(("both again", spread([each / 1000 for each in again], 2, "µs"), ""))
+    doors.goals = [
+        goal("both under 5 ms", statistics.median(together) < 5),
+        goal(f"no module loaded beyond vLLM's and ours (loaded: {', '.join(extra) or 'none'})", not extra),
+        goal("a second call under 10 µs", statistics.median(again) / 1000 < 10),
+    ]
+    table = Table("What we cost: the way to a module's code", ("module", "stock", "ours", "more"))
+    slow = []
+    for name, pairs in modules.items():
+        stock, ours = ([pair[side] for pair in pairs] for side in (0, 1))
+        more = [b - a for a, b in pairs]
+        table.rows.append((name, *(spread(side, 2, "ms") for side in (stock, ours, more))))
+        slow += [name] if statistics.median(more) >= 5 else []
+    table.goals = [goal(f"within 5 ms{': not ' + ', '.join(slow) if slow else ''}", not slow)]
+    return [doors, table]
