@@ -15,7 +15,9 @@ from measure import Table, child, environment, goal, interleaved, quartiles, rat
 
 REPEAT = 5
 RELEASES = ("0.23.0", "0.26.0", "0.27.1", "0.33.0")
-FLASHINFER = ("flashinfer-python==0.6.18.post1",)
+FLASHINFER = "flashinfer-python==0.6.18.post1"
+# The tvm-ffi that ROCm's requirements pin, and an xgrammar that takes it: there on all sides.
+COMMON = ("apache-tvm-ffi==0.1.10", "xgrammar==0.2.1")
 WORKERS = 8
 START = """
 import json, os, sys, time
@@ -56,13 +58,15 @@ def _release(release: str, repeat: int) -> Table:
 
     from vllm_rocm_fixes import node
 
-    packages = [tilelang("0.1.10"), site(*FLASHINFER)]
+    common = [site(*COMMON)]
+    packages = [*common, tilelang("0.1.10"), site(FLASHINFER)]
     with tempfile.TemporaryDirectory() as folder:
         built = node.build(f"{folder}/node", version=release, vllm=tree(release), packages=("aiter",))
 
         def side(installed: bool, **switches: str) -> Callable[[], list[Any]]:
             def once() -> list[Any]:
-                env = environment(PYTHONPATH=":".join(map(str, packages if installed else ())), ROCM_FIXES_CACHE=folder)
+                path = ":".join(map(str, packages if installed else common))
+                env = environment(PYTHONPATH=path, ROCM_FIXES_CACHE=folder)
                 answer: list[Any] = child(START, folder, env=built.environment(env, **switches), cwd=Path(folder))
                 return answer
 
