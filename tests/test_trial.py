@@ -67,6 +67,20 @@ def test_a_hang_is_ended_with_all_it_started(monkeypatch):
     assert not _alive("time.sleep(600)")
 
 
+def test_a_build_that_takes_too_long_takes_its_lock_file_away(tmp_path, monkeypatch):
+    lock = tmp_path / "lock"
+    (tmp_path / "builds.py").write_text(
+        "import os, subprocess, sys\n"
+        f"os.close(os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL))\n"
+        "try:\n    subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'], check=True)\n"
+        f"finally:\n    os.remove({str(lock)!r})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(module, "SECONDS", 2.0)
+    assert trial("builds") == Trial(False, "the import took more than 2 s")
+    assert not lock.exists()
+
+
 def test_what_a_package_left_running_is_ended():
     assert trial("leaves_a_child").ok
     assert not _alive("import time; time.sleep(600)")
@@ -140,6 +154,14 @@ def test_an_attribute_that_is_made_when_asked_for(tmp_path, monkeypatch):
 
 def test_no_child_no_answer(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    assert trial("pure") is None
+
+
+def test_a_child_that_never_gets_to_the_import_tells_nothing(tmp_path, monkeypatch):
+    program = tmp_path / "server"  # a program that embeds Python
+    program.write_text("#!/bin/sh\necho 'unknown option: -c' >&2\nexit 2\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
     assert trial("pure") is None
 
 

@@ -17,6 +17,7 @@ import threading
 from typing import Any, NamedTuple
 
 SECONDS = 60.0  # how long an import may take; a cold network disk needs some, and a hang must end
+_GRACE = 2.0  # what a build that is interrupted gets to take its lock file away
 _CUT = 300  # characters of a reason, which becomes one line in a log
 # Signals that are sent to a process from outside; they say nothing about the package.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -28,12 +29,14 @@ os.dup2(2, 1)  # what the package prints is no answer
 name, attribute, path, seconds = json.loads(rest)
 sys.path[:] = path
 signal.alarm(seconds)  # should the parent be gone by then
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the parent ignores it
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 except Exception:
     pass
 found = {"ok": False, "lost": False, "reason": "", "names": []}
+os.write(answer, b"\\n")  # from here on it is the import
 try:
     import importlib
     module = importlib.import_module(name)
@@ -64,7 +67,7 @@ def trial(name: str, place: object = None, attribute: str = "") -> Trial | None:
 
     With an attribute, the module must have that too (for one that makes its attributes when they are asked for).
     The answer is kept in this process, and children that it forks have it too. None: it could not be found out, because
-    no child could be started, somebody ended it, or it didn't find the module at all.
+    no child could be started, it ended before the import, somebody ended it, or it didn't find the module at all.
     """
     with _lock[0]:  # two threads that ask at the same time start one child
         key = name, place, attribute
@@ -87,6 +90,8 @@ def _try(name: str, attribute: str, seconds: float) -> Trial | None:
             code = _run([name, attribute, sys.path], seconds, said, told)
             answer, errors = (_read(file) for file in (said, told))
     except Exception:  # no fork allowed, no space for its output: it can't be found out
+        return None
+    if not answer:  # not an interpreter, or one that can't start: the package has no part in that
         return None
     if code is None:
         return Trial(False, f"the import took more than {seconds:g} s")
@@ -122,9 +127,21 @@ def _run(wanted: list[Any], seconds: float, said: Any, told: Any) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with contextlib.suppress(OSError):  # the child, where it still runs, and what it has started
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the child, where it still runs, and what it has started.
+
+    It is interrupted first: a kernel build that is killed leaves its lock file behind, and the next one waits for it.
+    """
+    if child.returncode is None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            os.killpg(child.pid, signal.SIGINT)
+            child.wait(_GRACE)
+    with contextlib.suppress(OSError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def _read(file: Any) -> str:
