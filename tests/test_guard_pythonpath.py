@@ -71,3 +71,79 @@ def test_what_another_thread_changed_stays(seen):
     assert path == ["/theirs", *ours["thread"]["before"][1], SIMILAR]
     assert stock["thread"]["after"][0] != variable
     assert ours["thread unsets"]["after"] == [None, ours["thread unsets"]["before"][1]]
+
+
+def alone(code, folder):
+    """What the code prints, in an interpreter of its own, with a folder that is TVM's by its looks."""
+    (folder / "theirs" / "tvm").mkdir(parents=True)
+    (folder / "theirs" / "tvm" / "__init__.py").write_text("")
+    head = "import os, sys, threading\nfrom vllm_rocm_fixes.guards import pythonpath as guard\n"
+    done = subprocess.run(
+        [sys.executable, "-c", head + code], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.unit
+def test_a_fork_in_the_middle_of_another_threads_import(tmp_path):
+    code = """
+inside, go = threading.Event(), threading.Event()
+def run():
+    with guard.around("tilelang"):
+        inside.set()
+        go.wait()
+other = threading.Thread(target=run)
+other.start()
+inside.wait()
+for held in (False, True):
+    if held:
+        go.set()
+        other.join()
+        guard._lock[0].acquire()
+    child = os.fork()
+    if child == 0:
+        with guard.around("tilelang"):
+            with guard.around("tvm"):
+                os.environ["PYTHONPATH"] = "theirs"
+            left = os.environ.get("PYTHONPATH")
+        print(left, os.environ.get("PYTHONPATH"), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+    assert alone(code, tmp_path) == ["theirs", "None"] * 2
+
+
+@pytest.mark.unit
+def test_a_search_of_another_thread_misses_no_folder(tmp_path):
+    (tmp_path / "goods.py").write_text("")
+    code = """
+found, searching, go = [], threading.Event(), threading.Event()
+class Slow:
+    def find_spec(self, name, target=None):
+        if name == "goods":
+            searching.set()
+            go.wait(1)
+def hook(place):
+    if place == "slow":
+        return Slow()
+    raise ImportError(place)
+def search():
+    try:
+        import goods
+        found.append("found")
+    except ImportError:
+        found.append("missed")
+sys.path_hooks.insert(0, hook)
+sys.path[:0] = ["slow", os.getcwd()]
+guard._keep(["nowhere"])  # the second time: our finder is there already
+other = threading.Thread(target=search)
+with guard.around("tilelang"):
+    sys.path.insert(0, "theirs")
+    other.start()
+    searching.wait()
+go.set()
+other.join()
+print(*found, "theirs" in sys.path)
+"""
+    assert alone(code, tmp_path) == ["found", "False"]

@@ -19,6 +19,7 @@ What it takes: TVM's own tvm.contrib.popen_pool starts its workers through PYTHO
 
 from __future__ import annotations
 
+import _imp
 import contextlib
 import importlib.machinery
 import logging
@@ -70,21 +71,47 @@ class Kept:
         return importlib.machinery.PathFinder.find_spec(name, self.folders, target) if path is None else None
 
 
+class _Here(threading.local):
+    depth = 0  # of this thread alone
+
+
 _state = _State()
+_here = _Here()
 _kept = Kept()
-_lock = threading.Lock()
+_lock = [threading.Lock()]
+
+
+def _after_fork() -> None:
+    """A forked child has none of the threads that may hold the lock or be in the middle of such an import."""
+    _lock[0] = threading.Lock()
+    _state.depth = _here.depth
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextlib.contextmanager
+def _no_search() -> Iterator[None]:
+    """No thread looks through sys.path in here: PathFinder walks the list itself, and would miss a folder."""
+    _imp.acquire_lock()
+    try:
+        yield
+    finally:
+        _imp.release_lock()
 
 
 def _enter() -> None:
-    with _lock:
+    with _lock[0]:
         if _state.depth == 0:
             _state.variable = os.environ.get("PYTHONPATH")
             _state.path = Counter(_strings(sys.path))
         _state.depth += 1
+        _here.depth += 1
 
 
 def _leave() -> None:
-    with _lock:
+    with _no_search(), _lock[0]:
+        _here.depth -= 1
         _state.depth -= 1
         if _state.depth:
             return
