@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import sys
 from pathlib import Path
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
@@ -91,6 +92,8 @@ def _answered(probe: Function) -> bool:
 
 def has_kernel(name: str) -> bool | None:
     """Whether AITER's source defines a function of that name in aiter.ops.mhc; None where the source doesn't tell."""
+    if _is_stand_in():
+        return None
     tree = _source()
     if tree is None:
         return False
@@ -105,6 +108,8 @@ def takes_norm(name: str) -> bool | None:
     A decorated function doesn't count: AITER's decorators (aiter/jit/utils/torch_guard.py, aiter/jit/core.py) return
     a function of (*args, **kwargs), and that is all that stock's inspect.signature sees of it.
     """
+    if _is_stand_in():
+        return None
     tree = _source()
     if tree is None:
         return False
@@ -119,6 +124,12 @@ def takes_norm(name: str) -> bool | None:
         if {"norm_weight", "norm_eps"} <= names:
             return True
     return False
+
+
+def _is_stand_in() -> bool:
+    """What is loaded as AITER has no spec: somebody made it, and find_spec would raise ValueError."""
+    loaded = sys.modules.get("aiter")
+    return loaded is not None and getattr(loaded, "__spec__", None) is None
 
 
 def _source() -> ast.Module | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import sys
 
 from vllm_rocm_fixes.late import defer
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
@@ -102,8 +103,8 @@ def _all(values: list[ast.expr], at: ast.expr) -> ast.expr:
 
 
 def aiter_is_installed() -> bool:
-    """Whether AITER can be found, without running it."""
-    return importlib.util.find_spec("aiter") is not None
+    """Whether AITER can be found, without running it, or is loaded (a stand-in for it has no spec)."""
+    return sys.modules.get("aiter") is not None or importlib.util.find_spec("aiter") is not None
 
 
 PATCH = Patch(

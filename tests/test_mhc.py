@@ -1,6 +1,8 @@
 """layers/mhc.py: the same answers about AITER's kernels as stock gives, and AITER stays unimported."""
 
 import ast
+import sys
+import types
 
 import pytest
 from on_release import report
@@ -37,6 +39,14 @@ def test_a_release_without_these_probes_is_left_alone():
     stock, ours = report("0.27.1", "mhc")
     assert ours["state"] == "clear"
     assert stock["answers"] == ours["answers"]
+
+
+@pytest.mark.unit
+def test_a_stand_in_for_aiter_without_a_spec_is_left_to_stocks_way(monkeypatch):
+    monkeypatch.setitem(sys.modules, "aiter", types.ModuleType("aiter"))
+    assert mhc.has_kernel("mhc_fused_post_pre") is None and mhc.takes_norm("mhc_pre") is None
+    monkeypatch.setitem(sys.modules, "aiter", None)
+    assert mhc.has_kernel("mhc_fused_post_pre") is False and mhc.takes_norm("mhc_pre") is False
 
 
 @pytest.mark.unit

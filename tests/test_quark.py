@@ -1,6 +1,8 @@
 """Quark OCP-MX: AITER is imported by the scheme that needs a kernel, and a broken one is answered as absent."""
 
 import ast
+import sys
+import types
 
 import pytest
 from on_release import report
@@ -48,6 +50,14 @@ def test_without_aiter_it_is_as_in_stock(release):
     assert ours["no AITER"]["operator"] is stock["no AITER"]["operator"] is False
     assert ours["no AITER"]["make"]["raised"] == stock["no AITER"]["make"]["raised"]
     assert "requires AITER" in ours["no AITER"]["make"]["raised"]
+
+
+@pytest.mark.unit
+def test_a_stand_in_for_aiter_without_a_spec_is_left_to_the_import(monkeypatch):
+    monkeypatch.setitem(sys.modules, "aiter", types.ModuleType("aiter"))
+    assert quark.aiter_is_installed()
+    monkeypatch.setitem(sys.modules, "aiter", None)
+    assert not quark.aiter_is_installed()
 
 
 @pytest.mark.unit
