@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import ast
 
-from vllm_rocm_fixes.late import BINDER
+from vllm_rocm_fixes.late import BINDER, movable
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Block,
+    definitions,
     find,
     function,
     holding,
@@ -50,6 +51,9 @@ def examine(tree: ast.Module) -> Verdict:
     attempt = _attempt(tree)
     if attempt is None or not all(any(s is part for part in ast.walk(attempt)) for s in early):
         return unknown("flash_attn is imported at module scope, outside of the one `try` that is known")
+    strange = _strange(tree, attempt)
+    if strange:
+        return unknown(f"flash_attn is imported at module scope, and {strange}")
     return needed("flash_attn is imported at module scope, and only ImportError is caught")
 
 
@@ -57,9 +61,7 @@ def mend(tree: ast.Module) -> None:
     """Move the `try` into a function that is asked for the name; the rest of its block stays."""
     attempt = _attempt(tree)
     assert attempt is not None
-    stays: Block = [
-        s for s in attempt.body if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) not in (_NAME, _FLAG)
-    ]
+    stays: Block = [s for s in attempt.body if _stays(s)]
     attempt.body = [s for s in attempt.body if s not in stays]
     handler = attempt.handlers[0]
     kept = {ast.unparse(s) for s in stays}
@@ -95,6 +97,26 @@ def _late(statement: ast.stmt) -> ast.stmt:
     assert isinstance(stub, ast.FunctionDef)
     stub.body = [ast.copy_location(ast.Raise(statement.exc, None), statement)]
     return stub
+
+
+def _stays(statement: ast.stmt) -> bool:
+    """An assignment beside the import, of something else."""
+    return isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) not in (_NAME, _FLAG)
+
+
+def _strange(tree: ast.Module, attempt: ast.Try) -> str | None:
+    """Why the `try` can't be moved: what else it binds, and who else reads what it binds."""
+    if definitions(tree, "__getattr__"):
+        return "the module has a __getattr__ of its own"
+    own = [s for s in (*attempt.body, *attempt.handlers[0].body, *attempt.finalbody) if not _stays(s)]
+    more = set(movable(own)) - {_NAME, _FLAG}
+    if more:
+        return f"{', '.join(sorted(more))} with it"
+    known = [attempt, *find(tree, ast.Return, lambda r: r.value is not None and ast.unparse(r.value) == _FLAG)]
+    inside = {id(n) for s in known for n in ast.walk(s)}
+    reads = find(tree, ast.Name, lambda n: n.id in (_NAME, _FLAG) and isinstance(n.ctx, ast.Load))
+    lines = [str(n.lineno) for n in reads if id(n) not in inside]
+    return f"read in line {', '.join(lines)}" if lines else None
 
 
 def _attempt(tree: ast.Module) -> ast.Try | None:

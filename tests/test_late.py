@@ -168,3 +168,11 @@ def use(flag):
     said = [ast.unparse(s) for s in use.body[0].body]
     assert said[1] == "need(globals(), 'A')"
     assert said[6] == "need(globals(), 'B', 'C')"
+
+
+@pytest.mark.parametrize("what", ["return", "yield 1", "x = await f()", "from heavy import *"])
+def test_what_no_function_may_hide_is_left_to_stock(what):
+    """In stock the first three are a SyntaxError, which they must stay."""
+    tree = ast.parse(f"try:\n    import heavy\n    {what}\nexcept ImportError:\n    pass\n")
+    with pytest.raises(ValueError, match="line 3: "):
+        defer(tree, lambda s: isinstance(s, ast.Try))

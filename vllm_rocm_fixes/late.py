@@ -40,12 +40,21 @@ def defer(
         groups += found
     if mark is None:
         raise ValueError("no statement was chosen")
-    bound = {name: None for group in groups for name in _bound(group)}
+    bound = {name: None for group in groups for name in movable(group)}
     _refuse_early_use(tree, set(bound))
     _supply_below(tree.body, set(bound), helper)
     tree.body[mark[0] : mark[0]] = _binder(groups, list(bound), helper, mark[1])
     _answer(tree, list(bound), mark[1])
     return list(bound)
+
+
+def movable(block: Block) -> list[str]:
+    """The names that statements of module scope bind. Raises ValueError where a function can't hold them."""
+    for _, statement in statements(block):
+        inside = (ast.Yield, ast.YieldFrom, ast.Await)  # in stock a SyntaxError, which a function would hide
+        if isinstance(statement, ast.Return) or any(isinstance(n, inside) for n in _own(statement)):
+            raise ValueError(f"line {statement.lineno}: {type(statement).__name__} belongs to no function")
+    return _bound(block)
 
 
 def need(namespace: dict[str, Any], *names: str) -> None:
