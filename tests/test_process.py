@@ -255,6 +255,42 @@ def test_switches_that_come_between_the_doors(shelf):
     assert (early, late) == ("mended", "mended") and len(warned) == 1 and "a guard of json.tool failed" in warned[0]
 
 
+def test_switches_that_come_late_disturb_no_import_of_another_thread(shelf):
+    (shelf / "goods.py").write_text("")
+    got = child(
+        shelf,
+        """
+        import threading
+        from importlib.machinery import PathFinder
+        asked, go, found = threading.Event(), threading.Event(), []
+        class Slow:
+            def find_spec(self, name, path=None, target=None):
+                if name == "goods":
+                    asked.set()
+                    go.wait()
+        def search():
+            try:
+                import goods
+                found.append("found")
+            except ImportError:
+                found.append("missed")
+        p = process.Process([patch("late")], ())
+        p.prepare()
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), Slow())
+        other = threading.Thread(target=search)
+        other.start()
+        asked.wait()
+        os.environ["ROCM_FIXES"] = "off"
+        p._read_again()
+        go.set()
+        other.join()
+        import vllm.late
+        print(json.dumps([found, vllm.late.f()]))
+        """,
+    )
+    assert got == [["found"], "stock"]
+
+
 def test_the_real_doors_return_none_whatever_happens(shelf):
     got = child(
         shelf,

@@ -122,15 +122,21 @@ class Process:
         return settings.read([p.name for p in self.series] + [g.name for g in self.guards])
 
     def _look_out(self) -> None:
-        """Put a finder for what is wanted in the place of the one before."""
-        guards = [g for g in self.guards if g.name not in self.settings.skip]
+        """Put a finder for what is wanted in the place of the one before; switched off, one for nothing.
+
+        In one step, and none is taken away: an import of another thread that walks the list would miss a finder.
+        """
+        guards = [g for g in self.guards if g.name not in self.settings.skip and not self.settings.off]
+        wanted = {} if self.settings.off else self._wanted
         packages = {
             package: [g.around for g in guards if package in g.packages] for g in guards for package in g.packages
         }
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-        self._finder = Finder({module: self._code for module in self._wanted}, packages, self._guard_failed)
-        install(self._finder)
+        before = self._finder
+        self._finder = Finder({module: self._code for module in wanted}, packages, self._guard_failed)
+        if before in sys.meta_path:
+            sys.meta_path[sys.meta_path.index(before)] = self._finder
+        else:
+            install(self._finder)
 
     def _read_again(self) -> None:
         """Follow switches that came after the platform door.
@@ -160,8 +166,6 @@ class Process:
             if not self._wanted[patch.module]:
                 self._pending.discard(patch.module)
         self._look_out()
-        if self.settings.off and self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
 
     def _say_line(self) -> None:
         """Log the line once INFO is shown, now or with a later import.
