@@ -66,7 +66,7 @@ def examine(tree: ast.Module) -> Verdict:
         return unknown(f"looked for {_USER}()")
     early = _early(tree)
     if early:
-        modules = ", ".join(dict.fromkeys((s.module or "").rpartition(".")[2] for s in early))
+        modules = ", ".join(dict.fromkeys(name.rpartition(".")[2] for s in early for name in _modules(s)))
         return needed(f"importing the module imports what is installed of {modules}")
     return clear("back ends are imported in the functions that use them")
 
@@ -77,17 +77,17 @@ def mend(tree: ast.Module) -> None:
     defer(tree, lambda statement: any(statement is s for s in early), (__name__, load.__name__))
 
 
-def _early(tree: ast.Module) -> list[ast.ImportFrom]:
-    """Imports at module scope that ask for an optional package first, or bring a class that needs one."""
-    found: list[ast.ImportFrom] = []
+def _early(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
+    """Imports at module scope that ask for an optional package first, or bring one, or a class that needs one."""
+    found: list[ast.Import | ast.ImportFrom] = []
 
     def look(block: list[ast.stmt], optional: bool) -> None:
         for statement in block:
             if isinstance(statement, Definition):
                 continue
-            if isinstance(statement, ast.ImportFrom):
-                own = [a.name for a in statement.names if a.name.startswith(tuple(b[0] for b in _BACKENDS))]
-                if optional or own:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                own = any(a.name.startswith(tuple(b[0] for b in _BACKENDS)) for a in statement.names)
+                if optional or own or any(imports(statement, b[2]) for b in _BACKENDS):
                     found.append(statement)
             asks = isinstance(statement, ast.If) and any(n.startswith("has_") for n in names(statement.test))
             for inner in blocks(statement):
@@ -95,6 +95,12 @@ def _early(tree: ast.Module) -> list[ast.ImportFrom]:
 
     look(tree.body, False)
     return found
+
+
+def _modules(statement: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(statement, ast.ImportFrom):
+        return [statement.module or ""]
+    return [alias.name for alias in statement.names]
 
 
 def refuse(site: Site) -> str | None:
