@@ -31,7 +31,7 @@ from typing import Any
 
 from vllm_rocm_fixes.failures import is_interruption
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.settings import flag
+from vllm_rocm_fixes.settings import flag, read
 from vllm_rocm_fixes.syntax import (
     Block,
     Function,
@@ -96,8 +96,9 @@ def answer(sampler: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any
 
 
 def _watched() -> Any:
-    """The guard that names the lock file which a first call's build waits for, where this process has that guard."""
-    guard = sys.modules.get("vllm_rocm_fixes.guards.aiter_locks") if _first else None
+    """The guard that names the lock file which a first call's build waits for, where it isn't skipped."""
+    wanted = _first and not read(["aiter_locks"]).skip
+    guard = sys.modules.get("vllm_rocm_fixes.guards.aiter_locks") if wanted else None
     _first.clear()
     return guard.around() if guard else contextlib.nullcontext()
 

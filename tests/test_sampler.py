@@ -2,6 +2,9 @@
 
 import ast
 import functools
+import importlib
+import threading
+import types
 
 import pytest
 from on_node import DOORS, FAILURES, RELEASES, report
@@ -9,6 +12,7 @@ from packaging.version import Version
 from releases import NIGHTLIES, releases, tree
 
 from vllm_rocm_fixes.mend import mend
+from vllm_rocm_fixes.patches import sampler
 from vllm_rocm_fixes.patches.sampler import PATCH
 
 MENDED = [(release, side) for release in RELEASES for side in ("live", "import")] + [(r, "doors") for r in DOORS]
@@ -210,6 +214,20 @@ FORKS = {
         "from aiter.fork import mixed_x\n    from aiter import mixed",
     ),
 }
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("skip", ["", "hip", "hip,aiter_locks"])
+def test_the_guard_of_lock_files_watches_a_first_call_where_it_is_not_skipped(monkeypatch, skip):
+    importlib.import_module("vllm_rocm_fixes.guards")
+    monkeypatch.setenv("ROCM_FIXES_SKIP", skip)
+    monkeypatch.setattr(sampler, "_first", [True])
+
+    def threads(*_):
+        return sum(t.name == "rocm-fixes-aiter-locks" for t in threading.enumerate())
+
+    seen = [sampler.answer(types.SimpleNamespace(), None, {}, None, None, kernel=threads)[0] for _ in range(2)]
+    assert seen == [int("aiter_locks" not in skip), 0]
 
 
 @pytest.mark.unit
