@@ -59,7 +59,7 @@ def is_wanted() -> bool:
     """Whether TileLang is to be wrapped: off ROCm always, on ROCm where something has imported it already."""
     from vllm.platforms import current_platform
 
-    return not current_platform.is_rocm() or "tilelang" in sys.modules
+    return not current_platform.is_rocm() or sys.modules.get("tilelang") is not None
 
 
 PATCH = Patch(

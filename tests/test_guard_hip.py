@@ -12,10 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 from wheels import TILELANG, tilelang
+
+from vllm_rocm_fixes.guards import hip as guard
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "hip"))
@@ -309,3 +312,15 @@ def test_children_are_clean(imported):
             assert clean["tvm"] == "ModuleNotFoundError: No module named 'tvm'"
         else:  # it has what its parent loaded, and from the right place
             assert clean["loaded"] and clean["tvm"] is True
+
+
+@pytest.mark.unit
+def test_a_tilelang_that_counts_as_absent_did_not_come_first(monkeypatch):
+    looked = []
+    monkeypatch.setattr(guard, "_late", lambda: looked.append("late"))
+    monkeypatch.delitem(sys.modules, "tvm", raising=False)
+    for standing in (None, types.ModuleType("tilelang")):
+        monkeypatch.setitem(sys.modules, "tilelang", standing)
+        guard.install()
+        looked.append(standing)
+    assert looked == [None, "late", standing]

@@ -155,7 +155,7 @@ def around(package: str) -> Iterator[None]:
 
 def install() -> None:
     """Where TileLang or TVM got in first: see who answers, and say what still helps."""
-    if "tilelang" in sys.modules or "tvm" in sys.modules:
+    if sys.modules.get("tilelang") or sys.modules.get("tvm"):  # None stands for one that counts as absent
         _contained(_late)
 
 
