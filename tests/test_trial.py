@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -79,6 +80,21 @@ def test_a_build_that_takes_too_long_takes_its_lock_file_away(tmp_path, monkeypa
     monkeypatch.setattr(module, "SECONDS", 2.0)
     assert trial("builds") == Trial(False, "the import took more than 2 s")
     assert not lock.exists()
+
+
+def test_what_cannot_be_killed_is_not_waited_for(monkeypatch):
+    sent = []
+
+    class Stuck:  # in a driver: no signal reaches it
+        pid, returncode = 1 << 30, None
+
+        def wait(self, timeout=None):
+            assert timeout is not None, "this would wait for ever"
+            raise subprocess.TimeoutExpired("stuck", timeout)
+
+    monkeypatch.setattr(os, "killpg", lambda group, number: sent.append((group, number)))
+    module._end(Stuck())
+    assert sent == [(1 << 30, signal.SIGINT), (1 << 30, signal.SIGKILL)]
 
 
 def test_what_a_package_left_running_is_ended():

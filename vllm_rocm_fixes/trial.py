@@ -134,6 +134,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     """End the child, where it still runs, and what it has started.
 
     It is interrupted first: a kernel build that is killed leaves its lock file behind, and the next one waits for it.
+    One that hangs in a driver can't even be killed, and isn't waited for.
     """
     if child.returncode is None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -141,7 +142,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             child.wait(_GRACE)
     with contextlib.suppress(OSError):
         os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(_GRACE)
 
 
 def _read(file: Any) -> str:
