@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import class_, imports, place, statements
+from vllm_rocm_fixes.syntax import class_, find, imports, place, statements
 
 _NAME, _TYPE = "AITER_FP8_DTYPE", "_FP8_DTYPE"
 _KNOWN = ["from aiter import dtypes", f"{_NAME} = dtypes.fp8"]
@@ -26,8 +26,11 @@ def examine(tree: ast.Module) -> Verdict:
     if class_(tree, "rocm_aiter_ops") is None:
         return unknown("looked for the class rocm_aiter_ops, and it isn't there once")
     early = _early(tree)
-    if early and _PLATFORMS not in map(ast.unparse, tree.body):
-        return unknown(f"AITER is imported for the type of fp8, and `{_PLATFORMS}` isn't there")
+    types = [s.lineno for s in tree.body if ast.unparse(s) == _PLATFORMS]
+    if early and (not types or types[0] > early[0].lineno):
+        return unknown(f"AITER is imported for the type of fp8, and `{_PLATFORMS}` doesn't stand before that")
+    if early and len(find(tree, ast.Name, lambda n: n.id == "dtypes")) > len(early):
+        return unknown("AITER is imported for the type of fp8, and for more of its dtypes")
     if early:
         return needed("AITER is imported at module scope for the type of fp8")
     return clear("AITER isn't imported at module scope for the type of fp8")

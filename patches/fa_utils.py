@@ -82,11 +82,15 @@ def mend(tree: ast.Module) -> None:
     assert isinstance(binder, ast.FunctionDef)
     binder.body[-1:] = [attempt]
     insert_before(tree.body, outer, new)
-    ask = function(tree, _ASK)
-    assert ask is not None
-    for answer in find(ask, ast.Return, lambda r: r.value is not None and ast.unparse(r.value) == _FLAG):
+    for answer in _answers(tree):
         code = f"from vllm_rocm_fixes.late import need\nneed(globals(), {_NAME!r})"
-        replace(holding(ask, answer)[0], answer, [*parse_statements(code, answer), answer])
+        replace(holding(tree, answer)[0], answer, [*parse_statements(code, answer), answer])
+
+
+def _answers(tree: ast.Module) -> list[ast.Return]:
+    """Where the function that is asked answers with the flag."""
+    ask = function(tree, _ASK)
+    return find(ask, ast.Return, lambda r: r.value is not None and ast.unparse(r.value) == _FLAG) if ask else []
 
 
 def _late(statement: ast.stmt) -> ast.stmt:
@@ -112,7 +116,7 @@ def _strange(tree: ast.Module, attempt: ast.Try) -> str | None:
     more = set(movable(own)) - {_NAME, _FLAG}
     if more:
         return f"{', '.join(sorted(more))} with it"
-    known = [attempt, *find(tree, ast.Return, lambda r: r.value is not None and ast.unparse(r.value) == _FLAG)]
+    known = [attempt, *_answers(tree)]
     inside = {id(n) for s in known for n in ast.walk(s)}
     reads = find(tree, ast.Name, lambda n: n.id in (_NAME, _FLAG) and isinstance(n.ctx, ast.Load))
     lines = [str(n.lineno) for n in reads if id(n) not in inside]
