@@ -98,3 +98,31 @@ def test_a_build_of_another_process_is_named_and_waited_for(place):
     begun, line, imported = said.splitlines()
     assert (begun, imported) == ("begun", "imported")
     assert f"{lock} is" in line and f"process {first.pid} holds it" in line
+
+
+def test_a_first_request_that_waits_is_told_too(place):
+    """A kernel is built when it is first called. Whoever reads the line removes the file; the request is answered."""
+    lock = place / "jit" / "build" / "lock_module_sampling"
+    lock.touch()
+    os.utime(lock, (time.time() - 7200, time.time() - 7200))
+    code = START.partition('print("begun"')[0] + textwrap.dedent("""
+        import threading, time, types
+        from vllm_rocm_fixes.patches.sampler import answer
+        lock = os.path.join(os.environ["AITER_JIT_DIR"], "build", "lock_module_sampling")
+        class Remove(logging.Handler):
+            def emit(self, record):
+                os.unlink(lock)
+        logging.getLogger("vllm.rocm_fixes").addHandler(Remove())
+        def kernel(*arguments):
+            begun = time.monotonic()
+            while os.path.exists(lock) and time.monotonic() < begun + 30:
+                time.sleep(0.05)
+            return "late" if os.path.exists(lock) else "tokens"
+        sampler = types.SimpleNamespace(aiter_ops=1, aiter_sample=kernel, forward_native=None)
+        print(answer(sampler, None, {}, None, None))
+        print([t.name for t in threading.enumerate()])
+        """)
+    environ = {**os.environ, "PYTHONPATH": str(place), "AITER_JIT_DIR": str(place / "jit"), "SIDE": "ours"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["('tokens', None)", "['MainThread']"], done.stderr
+    assert f"rm {lock}" in done.stderr
