@@ -255,6 +255,22 @@ def test_switches_that_come_between_the_doors(shelf):
     assert (early, late) == ("mended", "mended") and len(warned) == 1 and "a guard of json.tool failed" in warned[0]
 
 
+def test_a_refusal_is_asked_for_anew_in_every_process(shelf, tmp_path):
+    code = f"""
+        import pathlib
+        folder = pathlib.Path({str(tmp_path)!r})
+        os.environ.update(ROCM_FIXES_CACHE=str(folder / "cache"), ROCM_FIXES_SKIP="fixed")
+        refuse = lambda site: "something is there" if (folder / "something").exists() else None
+        p = process.Process([patch("late", refuse=refuse), patch("fixed")], ())
+        p.register()
+        import vllm.late
+        print(json.dumps([vllm.late.f(), state(p)["late"][0]]))
+        """
+    assert child(shelf, code) == ["mended", "applied"]
+    (tmp_path / "something").write_text("")
+    assert child(shelf, code) == ["stock", "refused"]
+
+
 def test_switches_that_come_late_disturb_no_import_of_another_thread(shelf):
     (shelf / "goods.py").write_text("")
     got = child(
