@@ -342,6 +342,26 @@ def test_children_by_fork_and_spawn_are_mended_too(shelf):
     assert got == {"fork": "mended", "forkserver": "stock"}
 
 
+def test_a_second_thread_waits_until_the_finder_stands(shelf):
+    got = child(
+        shelf,
+        """
+        import threading, time
+        begun = threading.Event()
+        slow = Guard("slow", (), None, "", (), lambda: "", install=lambda: (begun.set(), time.sleep(0.5)))
+        p = process.Process([patch("late")], (slow,))
+        other = threading.Thread(target=p.prepare)
+        other.start()
+        begun.wait()
+        p.prepare()
+        import vllm.late
+        other.join()
+        print(json.dumps([vllm.late.f(), state(p)["late"][1]]))
+        """,
+    )
+    assert got == ["mended", "stock; while it was imported"]
+
+
 def test_threads_that_open_the_doors_at_once(shelf):
     got = child(
         shelf,

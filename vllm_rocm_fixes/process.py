@@ -66,9 +66,7 @@ class Process:
         self._lock = threading.RLock()
 
     def prepare(self) -> None:
-        """Install finder and guards, and mend what is loaded. The second call does nothing."""
-        if self._prepared:
-            return
+        """Install finder and guards, and mend what is loaded. The second call does nothing, but waits for the first."""
         with self._lock:
             if self._prepared:
                 return
