@@ -23,6 +23,7 @@ from vllm_rocm_fixes.syntax import (
     calls,
     class_,
     find,
+    first_statement,
     function,
     holding,
     imports,
@@ -47,6 +48,8 @@ def examine(tree: ast.Module) -> Verdict:
         return unknown(f"looked for {', '.join(lost)}, and found none")
     open_ = dict.fromkeys(place.kind for place in places if not place.clean)
     if _drops_too_much(tree):
+        if _skip(tree) is None:
+            return unknown("_sanitize_pythonpath_value drops entries in a way that isn't known")
         open_["an entry that only looks like TileLang's folder"] = None
     if open_:
         return needed(f"PYTHONPATH isn't kept right for: {', '.join(open_)}")
@@ -54,16 +57,17 @@ def examine(tree: ast.Module) -> Verdict:
 
 
 def mend(tree: ast.Module) -> None:
-    """Wrap each open place; the value that upstream cleans is cleaned by ours."""
+    """Wrap each open place; which entries upstream leaves out is said by ours."""
     for place in _places(tree):
         if not place.clean:
             block, statement = holding(place.owner, place.statement)
             replace(block, statement, _EDITS[place.kind](statement))
-    value = _drops_too_much(tree)
-    if value is not None:
-        argument = value.args.args[0].arg
-        code = f"from {_HELPERS} import without_tvm\nreturn without_tvm({argument})"
-        value.body = parse_statements(code, value.body[0])
+    skip = _skip(tree)
+    if skip is not None:
+        value, condition, entry = skip
+        condition.test = parse_expression(f"{entry} and (not without_tvm({entry}))", condition.test)
+        start = first_statement(value.body)
+        value.body[start:start] = parse_statements(f"from {_HELPERS} import without_tvm", value.body[start])
 
 
 class _Place(NamedTuple):
@@ -118,6 +122,18 @@ def _drops_too_much(tree: ast.Module) -> Function | None:
     """Upstream's cleaner where it looks for the folder's name anywhere in an entry."""
     value = function(tree, "_sanitize_pythonpath_value")
     return value if value and find(value, ast.Compare, lambda c: isinstance(c.ops[0], ast.In)) else None
+
+
+def _skip(tree: ast.Module) -> tuple[Function, ast.If, str] | None:
+    """That cleaner, its one condition for leaving an entry out, and the entry's name."""
+    value = _drops_too_much(tree)
+    loops = find(value, ast.For) if value else []
+    if value is None or len(loops) != 1 or not isinstance(loops[0].target, ast.Name):
+        return None
+    compared = find(value, ast.Compare, lambda c: isinstance(c.ops[0], ast.In))
+    skips = [s for s in loops[0].body if isinstance(s, ast.If) and s.test in compared]
+    known = len(compared) == len(skips) == 1 and isinstance(skips[0].body[-1], ast.Continue) and not skips[0].orelse
+    return (value, skips[0], loops[0].target.id) if known else None
 
 
 # The edits: what comes in the place of one statement

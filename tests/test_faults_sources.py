@@ -39,7 +39,7 @@ MODULES = {}
 for _patch in SERIES:
     MODULES.setdefault(_patch.module, []).append(_patch)
 TIMES = int(os.environ.get("ROCM_FIXES_EXAMPLES", 1))
-CHARACTERS = 2_400_000  # of source for each module: 25 times the largest one, 400 times the small ones
+CHARACTERS = 1_600_000  # of source for each module
 OWN = {
     "quark": ("aiter_is_installed",),
     "tilelang_jit": ("kernel",),
@@ -255,7 +255,7 @@ def test_a_changed_module_is_mended_and_whole_or_stock(module):
     seen = collections.Counter()
 
     @settings(
-        max_examples=TIMES * min(400, CHARACTERS // len(sources(module)[0][1])),
+        max_examples=TIMES * min(300, CHARACTERS // len(sources(module)[0][1])),
         derandomize=TIMES == 1,
         database=None,
         deadline=None,
@@ -285,6 +285,9 @@ FOUND = {
             "def is_flash_attn_varlen_func_available",
         ),
         ("def __getattr__(name):\n    return 1\n\n\n", "0.26.0", "def is_flash_attn_varlen_func_available"),
+    ],
+    "tests.utils": [
+        ("    _mark_1()\n", "0.30.0", "    if not pythonpath:\n        return"),
     ],
     "vllm._aiter_ops": [
         ("_dtypes = lambda: dtypes\n\n\n", "0.14.0", "def _rocm_aiter_fused_moe_impl"),
