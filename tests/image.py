@@ -25,6 +25,7 @@ HERE = Path(__file__).parent.parent
 RELEASE = "0.23.0"
 SITE = "usr/local/lib/python{}/dist-packages"
 BUILDAH = ["buildah", "--storage-driver", "vfs"]
+VERIFY = "--step sampler"  # one step of the start: the others are what tests/test_verify.py and the contract run
 USER, LABEL, ENTRYPOINT = "1000:1000", "org.example.base", ["vllm", "serve"]
 
 
@@ -99,7 +100,7 @@ class Store:
 
     def build(self, target: str, base: str, name: str, ok: bool = True) -> str:
         """Build one target of docker/Dockerfile; what it printed."""
-        arguments = {"BASE_IMAGE": f"localhost/{base}", "VERSION": "0.0.test", "REVISION": "here"}
+        arguments = {"BASE_IMAGE": f"localhost/{base}", "VERSION": "0.0.test", "REVISION": "here", "VERIFY": VERIFY}
         pairs = [word for key, value in arguments.items() for word in ("--build-arg", f"{key}={value}")]
         return self(
             "bud", "--isolation", "chroot", "--volume", self.volume, *pairs, "--target", target, "-t", name,
