@@ -295,6 +295,12 @@ FOUND = {
 }
 
 
+def test_a_platform_of_another_name():
+    module = "vllm.v1.attention.backends.fa_utils"
+    text = dict(sources(module))["0.26.0"].replace("current_platform", "current_platform_x")
+    assert not check(module, text.encode(), write=True)
+
+
 @pytest.mark.parametrize(("module", "number"), [(m, n) for m in FOUND for n in range(len(FOUND[m]))])
 def test_what_was_found(module, number):
     new, release, before = FOUND[module][number]

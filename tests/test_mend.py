@@ -123,3 +123,14 @@ def test_an_edit_takes_no_name_that_its_function_uses(body, applied):
     done = mend(f"def f():\n    {body}\n{elsewhere}", "m.py", [patch(mend=edit)])
     assert [o.applied for o in done.outcomes] == [applied], done.outcomes[0].failed
     assert applied or "needs the name helper" in done.outcomes[0].failed
+
+
+@pytest.mark.parametrize("platform", ["platform", "platform_x"])
+def test_an_edit_reads_no_name_that_the_module_lacks(platform):
+    def edit(tree):
+        code = "return 'late' if platform.is_rocm() else len('late')"
+        tree.body[1].body = parse_statements(code, tree.body[1].body[0])
+
+    done = mend(f"import {platform}\ndef f():\n    return 'early'\n", "m.py", [patch(mend=edit)])
+    assert done.outcomes[0].applied == (platform == "platform")
+    assert done.outcomes[0].applied or "reads platform" in done.outcomes[0].failed

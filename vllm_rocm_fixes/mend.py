@@ -7,12 +7,13 @@ failed has left nothing in the tree.
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, MappingProxyType
 from typing import NamedTuple
 
 from .patch import Patch, Site, Verdict, unknown
-from .syntax import Definition, Function, statements
+from .syntax import Definition, Function, everything, statements
 
 
 class Outcome(NamedTuple):
@@ -100,6 +101,9 @@ def _apply(patch: Patch, tree: ast.Module, site: Site, failures: dict[str, str])
     clash = _clash(tree)
     if clash:
         return Outcome(patch, verdict, failed=f"the edit needs the name {clash}, and the source uses it")
+    missing = _missing(tree)
+    if missing:
+        return Outcome(patch, verdict, failed=f"the edit reads {missing}, which the source doesn't have")
     after = examine(patch, tree)
     if after.kind != "clear":
         return Outcome(patch, verdict, failed=f"after the edit the examination still says {after.kind}: {after.reason}")
@@ -117,6 +121,25 @@ def _clash(tree: ast.Module) -> str | None:
         if (own | bound) & theirs:
             return min((own | bound) & theirs)
     return min(bound & used, default=None)
+
+
+def _missing(tree: ast.Module) -> str | None:
+    """A name that an edit reads and nothing in the module binds; None where there is none."""
+    bound: set[str] = set(dir(builtins))
+    read: set[str] = set()
+    for node in everything(tree):
+        if isinstance(node, ast.Name):
+            if not isinstance(node.ctx, ast.Load):
+                bound.add(node.id)
+            elif _inserted(node):
+                read.add(node.id)
+        elif isinstance(node, Definition | ast.ExceptHandler):
+            bound.add(node.name or "")
+        elif isinstance(node, ast.alias):
+            bound.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+    return min(read - bound, default=None)
 
 
 def _outermost(node: ast.AST) -> Iterator[Function]:
