@@ -115,8 +115,13 @@ def _does(code: CodeType) -> list[object]:
             elif step.opname == "LOAD_FAST_BORROW":
                 steps.append(("LOAD_FAST", repr(value)))
             else:
-                steps.append((step.opname, None if step.opcode in jumps else repr(value)))
+                steps.append((step.opname, None if step.opcode in jumps else _said(value)))
     return steps
+
+
+def _said(value: object) -> str:
+    """A constant as text: CPython may give the same set another order each time that it compiles it."""
+    return f"{sorted(map(repr, value))}" if isinstance(value, frozenset) else repr(value)
 
 
 def _apply(before: bytes, diff: bytes) -> bytes:
