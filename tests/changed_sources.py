@@ -15,7 +15,7 @@ MARK = "_mark_"  # statements that somebody put in: whatever is mended, they hav
 # Where the patches look; most changes are made there, or few would touch anything.
 HOT = re.compile(
     r"aiter|tilelang|flash_attn|deep_ep|mori|nixl|moonep|pplx|has_|find_spec|import_module|warmup|sanitize|subprocess|"
-    r"PYTHONPATH|total_memory|amdsmi|warning_once|forward_hip|Popen|proc\.start|download_model|ray\.init|cls\(|sys\.modules",
+    r"PYTHONPATH|total_memory|amdsmi|warning_once|forward_hip|Popen|proc\.start|download_model|ray\.init|cls\(|sys\.modules|vllm\.model",
     re.IGNORECASE,
 )
 HELPERS = ("need", "check", "load", "answer", "known", "offers", "resolve", "sys", "name", "has_kernel", "cleaned")
