@@ -52,7 +52,7 @@ def place(tmp_path):
 def start(place, side, stdout=subprocess.PIPE, **environ):
     environ = {**os.environ, "PYTHONPATH": str(place), "AITER_JIT_DIR": str(place / "jit"), "SIDE": side, **environ}
     command = [sys.executable, "-u", "-c", START]
-    return subprocess.Popen(command, env=environ, stdout=stdout, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, env=environ, cwd=place, stdout=stdout, stderr=subprocess.STDOUT, text=True)
 
 
 def lines_until(place, side, wanted, seconds=20):
@@ -123,6 +123,7 @@ def test_a_first_request_that_waits_is_told_too(place):
         print([t.name for t in threading.enumerate()])
         """)
     environ = {**os.environ, "PYTHONPATH": str(place), "AITER_JIT_DIR": str(place / "jit"), "SIDE": "ours"}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environ, cwd=place, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == ["('tokens', None)", "['MainThread']"], done.stderr
     assert f"rm {lock}" in done.stderr
