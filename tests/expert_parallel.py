@@ -22,19 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import MagicMock
 
-RELEASES = (
-    "0.14.1",
-    "0.18.1",
-    "0.20.2",
-    "0.22.1",
-    "0.23.0",
-    "0.24.0",
-    "0.26.0",
-    "0.27.1",
-    "0.28.0",
-    "0.30.0",
-    "0.33.0",
-)
+# One on each side of every change in these modules; the verdicts are tested on all, the starts by the contract.
+RELEASES = ("0.14.1", "0.18.1", "0.20.2", "0.22.1", "0.23.0", "0.27.1", "0.33.0")
 NIGHTLIES = ("0.26.1.dev202608050841", "0.28.1.dev202609011116")
 LAZY = "0.26.1.dev202608050841"
 PROBE = "vllm.utils.import_utils"
