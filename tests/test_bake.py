@@ -281,7 +281,7 @@ def test_a_newer_overlay_bakes_from_the_stock_files_and_an_unbake_needs_no_serie
         module.body.append(ast.parse("ADDED_LATER = 1").body[0])
 
     monkeypatch.setattr(baking, "__version__", "9.0.0")
-    newer = [type(sampler)(**{**vars(sampler), "mend": mend})]
+    newer = [sampler._replace(mend=mend)]
     assert baking.check(root, newer, VERSION)
     assert set(bake(root, newer).written) == {SAMPLER, OTHER}
     assert contents(root)[SAMPLER] == old[SAMPLER] + b"ADDED_LATER = 1\n"
