@@ -162,7 +162,7 @@ def test_a_patch_that_needs_a_guard_says_that_it_is_refused(status, monkeypatch)
     ],
 )
 def test_a_missing_module_is_absent_only_where_that_is_as_it_should_be(release, module, since, until, expected):
-    patch = type(SERIES[0])(**{**vars(SERIES[0]), "module": module, "since": since, "until": until})
+    patch = SERIES[0]._replace(module=module, since=since, until=until)
     root = tree("0.23.0")
     assert installed.path_of(root, module) is None
     assert installed.missing(patch, root, release).kind == expected
