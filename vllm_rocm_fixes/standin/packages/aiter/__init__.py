@@ -24,3 +24,5 @@ if option("AITER_FAILS_AT") == "package":
 import torch  # noqa: E402
 
 torch.cuda.get_device_properties(0)
+
+from . import dtypes  # noqa: E402, F401
