@@ -10,7 +10,7 @@ python=$folder/usr/bin/python$version
 if [ ! -x "$python" ]; then
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
-    mkdir -p "$work"/{lists,archives}/partial "$work/root"
+    mkdir -p "$work"/{lists,archives}/partial "$work/system"
     # shellcheck disable=SC2016
     mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Origin: Debian' 'Label: Debian' | head -n 1)
     [ -n "$mirror" ] || { echo "apt knows no Debian mirror: apt-get update" >&2; exit 1; }
@@ -22,14 +22,14 @@ if [ ! -x "$python" ]; then
     "${apt[@]}" update >&2
     "${apt[@]}" install --download-only --no-install-recommends -y "python$version" >&2
     for package in "$work"/archives/*.deb; do
-        dpkg-deb -x "$package" "$work/root"
+        dpkg-deb -x "$package" "$work/system"
     done
-    loader=$(cd "$work/root" && find usr/lib* -name 'ld-linux-*.so.*' | head -n 1)
+    loader=$(cd "$work/system" && find usr/lib* -name 'ld-linux-*.so.*' | head -n 1)
     libraries=$folder/usr/lib/$(dpkg-architecture -qDEB_HOST_MULTIARCH 2>/dev/null || echo "$(uname -m)-linux-gnu")
     "${PATCHELF:-patchelf}" --set-interpreter "$folder/$loader" --force-rpath --set-rpath "$libraries" \
-        "$work/root/usr/bin/python$version"
+        "$work/system/usr/bin/python$version"
     mkdir -p "$(dirname "$folder")"
     rm -rf "$folder"
-    mv "$work/root" "$folder"
+    mv "$work/system" "$folder"
 fi
 echo "$python"
