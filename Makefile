@@ -3,6 +3,7 @@
 PYTHON ?= $(or $(firstword $(foreach p,python3 python3.12 python3.13 python3.11 python3.14,$(shell \
 	$(p) -c 'import sys, venv; print("$(p)" if (3, 11) <= sys.version_info < (3, 15) else "")' 2>/dev/null))),python3)
 RUN := .venv/bin/python
+JOBS ?= 2
 script = $(if $(wildcard $(1)),$(RUN) $(1) $(ARGS),@echo "make $@: there is no $(1)" >&2; exit 1)
 
 .PHONY: help serve test lint unit matrix contract bench drift build image clean .venv-serve .venv-test
@@ -13,8 +14,8 @@ help:  ## list the commands
 serve: .venv-serve  ## serve a chat model with stock vLLM and the overlay, ask it something; ONCE=1 ends after the answer
 	@$(RUN) tools/serve.py $(if $(ONCE),--once) $(ARGS)
 
-test: lint  ## style, types and every test
-	$(RUN) -m pytest $(ARGS)
+test: lint  ## style, types and every test; JOBS says how many test files run at a time
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: .venv-test  ## style and types
 	$(RUN) -m ruff check .

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from xml.etree import ElementTree
 
 import matrix
 import pytest
@@ -30,6 +31,8 @@ class Case:
     on: str
 
 
+COPY = "test_upstream_copy"
+BAD = {"failure": "FAILED", "error": "ERROR", "skipped": "SKIPPED"}
 HAS_MODULE = "TestHasModule::"
 # The same file's test of a package that is found and doesn't load has a mock for the package: no child process finds
 # it, so stock's own answer stands. tests/test_import_utils.py has packages that really don't load.
@@ -63,20 +66,25 @@ KEPT = [
 def run(case, folder, plugins):
     """pytest on the copied file, in a process of the node; what it printed, and the outcome of each test."""
     built = node.build(folder / "node", version=case.on, vllm=tree(case.on), packages=("aiter", "mori"))
-    copy = folder / "test_upstream_copy.py"
+    copy = folder / f"{COPY}.py"
     copy.write_bytes((tree(case.release) / case.path).read_bytes())
     ids = [f"{copy}::{name}" for name in case.tests] or [str(copy)]
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-c", os.devnull, *ids]
+    junit = folder / "outcomes.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, *ids]
+    command += [f"--junit-xml={junit}"]
     environ = built.environment(**({} if plugins is None else {"VLLM_PLUGINS": plugins, "ROCM_FIXES": "off"}))
     done = subprocess.run(
         command, cwd=tree(case.on), env=environ, capture_output=True, text=True, timeout=300, check=False
     )  # fmt: skip
-    outcomes = {
-        line.split("::", 1)[1].split(" - ")[0]: line.split(" ", 1)[0]
-        for line in done.stdout.splitlines()
-        if line.startswith(("PASSED", "FAILED", "ERROR", "SKIPPED"))
-    }
-    return done.stdout[-3000:] + done.stderr[-2000:], outcomes
+    cases = ElementTree.parse(junit).iter("testcase") if junit.exists() else ()
+    return done.stdout[-3000:] + done.stderr[-2000:], dict(map(outcome, cases))
+
+
+def outcome(case):
+    """The name of a test as in Case.tests, and what became of it."""
+    inside = case.get("classname").partition(COPY)[2].split(".")[1:]
+    failed = [BAD[said.tag] for said in case if said.tag in BAD]
+    return "::".join([*inside, case.get("name")]), failed[0] if failed else "PASSED"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.origin.partition('#')[2]} on {c.on}")
@@ -99,11 +107,15 @@ def test_upstreams_tests_pass_with_us_where_stock_passes_them(case, tmp_path):
     assert mended == stock, said
 
 
-def lazy(release, folder):
+# vllm/env_override.py of these imports inductor by itself where torch is older or newer than their own.
+STOCK_FAILS = ("0.17.0", "0.17.1")
+
+
+def lazy(release, folder, **switches):
     built = node.build(folder / release, version=release, vllm=tree(release), packages=("aiter", "mori"))
     script = tree(release) / "tests/standalone_tests/lazy_imports.py"
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=folder, env=built.environment(),
+        [sys.executable, str(script)], cwd=folder, env=built.environment(**switches),
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     return done.returncode, done.stderr[-1000:]
@@ -115,4 +127,6 @@ def test_lazy_imports_of_every_release(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         ended = dict(zip(releases, pool.map(lambda release: lazy(release, tmp_path), releases), strict=True))
     assert len(ended) >= 28
-    assert {release: said for release, (code, said) in ended.items() if code} == {}
+    assert {release: said for release, (code, said) in ended.items() if code and release not in STOCK_FAILS} == {}
+    for release in STOCK_FAILS:  # with this torch: the same trouble, for the same reason
+        assert ended[release] == lazy(release, tmp_path, ROCM_FIXES="off") and ended[release][0]
