@@ -255,6 +255,48 @@ def test_switches_that_come_between_the_doors(shelf):
     assert (early, late) == ("mended", "mended") and len(warned) == 1 and "a guard of json.tool failed" in warned[0]
 
 
+@pytest.mark.parametrize("after", [{"ROCM_FIXES_SKIP": "safe,other"}, {"ROCM_FIXES": "off"}])
+@pytest.mark.parametrize("refuse", ["'not without safe'", "1 / 0"])
+def test_a_guard_that_an_applied_patch_needs_stays(shelf, after, refuse):
+    applied, not_yet, worked, warned, line = child(
+        shelf,
+        f"""
+        import contextlib
+        worked = []
+        def around(name):
+            worked.append(name)
+            return contextlib.nullcontext()
+        guards = [Guard(n, (m,), around, "", (), lambda: "") for n, m in (("safe", "wave"), ("other", "colorsys"))]
+        refuse = lambda site: {refuse} if "safe" in site.skipped else None
+        p = process.Process([patch("early", refuse=refuse), patch("late", refuse=refuse)], guards)
+        p.prepare()
+        import vllm.early
+        os.environ.update({after!r})
+        p.register()
+        import vllm.late, wave, colorsys
+        warned = [t for l, t in said if l == "WARNING" and "stays" in t]
+        print(json.dumps([vllm.early.f(), vllm.late.f(), worked, warned, p.line().partition("guards ")[2]]))
+        """,
+    )
+    why = "not without safe" if "safe" in refuse else "ZeroDivisionError: division by zero"
+    assert (applied, not_yet, worked, line) == ("mended", "stock", ["wave"], "safe")
+    said = "safe stays, for early is mended already: its switch came too late, set it where `ray start` runs"
+    assert warned == [f"{said} ({why})"]
+
+
+def test_anothers_tests_in_site_packages_are_not_looked_at(shelf):
+    code = """
+        p = process.Process([patch("helpers", module="tests.utils")], ())
+        p.register()
+        print(json.dumps([state(p)["helpers"][0], [t for l, t in said if l == "WARNING"]]))
+        """
+    (shelf / "tests").mkdir()
+    (shelf / "tests" / "utils.py").write_text("def g(): ...\n")
+    assert child(shelf, code) == ["absent", []]
+    (shelf / "setup.py").touch()  # vLLM's own checkout
+    assert child(shelf, code)[0] == "unknown"
+
+
 def test_a_refusal_is_asked_for_anew_in_every_process(shelf, tmp_path):
     code = f"""
         import pathlib

@@ -68,12 +68,14 @@ def version(root: Path) -> str | None:
     return None
 
 
-def path_of(root: Path, module: str) -> Path | None:
-    """The source file of a module below root, such as vllm.config.vllm or tests.utils; None where it has none.
+def belongs(module: str, root: Path) -> bool:
+    """Whether a module below root can be this vLLM's: in site-packages a `tests` folder is somebody else's."""
+    return module.partition(".")[0] == "vllm" or _is_checkout(root)
 
-    In site-packages a `tests` folder is somebody else's.
-    """
-    if not module.startswith("vllm.") and module != "vllm" and not _is_checkout(root):
+
+def path_of(root: Path, module: str) -> Path | None:
+    """The source file of a module below root, such as vllm.config.vllm or tests.utils; None where it has none."""
+    if not belongs(module, root):
         return None
     stem = root.joinpath(*module.split("."))
     for path in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")):
@@ -85,7 +87,7 @@ def path_of(root: Path, module: str) -> Path | None:
 def missing(patch: Patch, root: Path, release: str | None) -> Verdict:
     """The verdict on a module without a source file below root: absent where that is as it should be, else unknown."""
     top = patch.module.partition(".")[0]
-    if top != "vllm" and not (_is_checkout(root) and (root / top).is_dir()):
+    if not belongs(patch.module, root) or (top != "vllm" and not (root / top).is_dir()):
         return absent(f"this vLLM comes without its {top}/")
     place = f"{patch.module} isn't in {root}"
     if release is None:

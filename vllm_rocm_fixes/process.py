@@ -22,7 +22,7 @@ from . import records, settings, store
 from ._version import __version__
 from .guards import Guard
 from .importing import Finder, Loader, install, locate, source_of
-from .installed import missing, version
+from .installed import belongs, missing, version
 from .live import NotStock, transplant
 from .mend import Mended, mend
 from .patch import Patch, Site, Verdict, unknown
@@ -53,6 +53,7 @@ class Process:
         self._pending = set(self._wanted)  # modules not mended yet
         self._surveyed: dict[str, tuple[bytes | str, str, Mended]] = {}
         self._prepared = self._registered = False
+        self._kept: set[str] = set()  # guards that were switched off too late
         self.milliseconds = 0.0  # spent in the two doors
         self._recorded = False
         self._said: set[str] = set()
@@ -81,10 +82,9 @@ class Process:
             for patch in self.series:
                 if patch.name in self.settings.skip:
                     self.results[patch.name] = Result(patch, "skipped", "named in ROCM_FIXES_SKIP")
-            for guard in self.guards:
+            for guard in self.working():
                 try:
-                    if guard.name not in self.settings.skip:
-                        guard.install()
+                    guard.install()
                 except Exception as error:
                     self._guard_failed(guard.name, error)
             self._look_out()
@@ -119,12 +119,17 @@ class Process:
     def _read(self) -> settings.Settings:
         return settings.read([p.name for p in self.series] + [g.name for g in self.guards])
 
+    def working(self) -> list[Guard]:
+        """The guards that are not switched off."""
+        off = {g.name for g in self.guards} if self.settings.off else self.settings.skip
+        return [g for g in self.guards if g.name not in off or g.name in self._kept]
+
     def _look_out(self) -> None:
         """Put a finder for what is wanted in the place of the one before; switched off, one for nothing.
 
         In one step, and none is taken away: an import of another thread that walks the list would miss a finder.
         """
-        guards = [g for g in self.guards if g.name not in self.settings.skip and not self.settings.off]
+        guards = self.working()
         wanted = {} if self.settings.off else self._wanted
         packages = {
             package: [g.around for g in guards if package in g.packages] for g in guards for package in g.packages
@@ -142,7 +147,8 @@ class Process:
         vLLM's executors over Ray hand the driver's variables to a worker when it has vLLM imported, shortly before
         they call the general door (v1/executor/ray_executor_v2.py, ray_executor.py). What is mended by then stays so.
         """
-        before, self.settings = self.settings, self._read()
+        before, guarded = self.settings, self.working()
+        self.settings = self._read()
         if before == self.settings:
             return
         if before.off or not self._prepared:
@@ -163,7 +169,25 @@ class Process:
             self._wanted[patch.module] = [p for p in self._wanted[patch.module] if p is not patch]
             if not self._wanted[patch.module]:
                 self._pending.discard(patch.module)
+        for guard in guarded:
+            if guard not in self.working():
+                self._keep_guard(guard.name)
         self._look_out()
+
+    def _keep_guard(self, name: str) -> None:
+        """Go on with a guard that is switched off now, where a patch that is applied would be refused without it."""
+        site = self.site._replace(skipped=frozenset({name}))
+        for result in self.results.values():
+            if result.state != "applied" or result.patch.refuse is None:
+                continue
+            try:
+                why = result.patch.refuse(site)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+            if why:
+                self._kept.add(name)
+                which = f"{name} stays, for {result.patch.name} is mended already"
+                self._warn(f"{which}: its switch came too late, set it where `ray start` runs ({why})")
 
     def _say_line(self) -> None:
         """Log the line once INFO is shown, now or with a later import.
@@ -192,7 +216,7 @@ class Process:
             "absent": self._names("absent"),
         }
         said = "; ".join(f"{', '.join(names)} {what}" for what, names in groups.items() if names)
-        guards = ", ".join(g.name for g in self.guards if g.name not in self.settings.skip)
+        guards = ", ".join(g.name for g in self.working())
         release = self.site.version or "of unknown version"
         return f"vllm-rocm-fixes {__version__} on vLLM {release}: {said}; guards {guards or 'none'}"
 
@@ -305,7 +329,7 @@ class Process:
     def _survey(self, module: str) -> None:
         try:
             root = self.site.root
-            spec = locate(module, root) if root else None
+            spec = locate(module, root) if root and belongs(module, root) else None
             if root is None or spec is None:
                 for patch in self._wanted[module]:
                     self._set(patch, missing(patch, root, self.site.version) if root else unknown("vLLM has no folder"))

@@ -137,7 +137,7 @@ def _describe(process: Process, pid: int, parent: int, start: int) -> dict[str, 
         "off": process.settings.off,
         "milliseconds": round(getattr(process, "milliseconds", 0.0), 3),
         "patches": {name: {"state": r.state, "reason": r.reason} for name, r in process.results.items()},
-        "guards": {g.name: _said(g) for g in process.guards if g.name not in process.settings.skip},
+        "guards": {g.name: _said(g) for g in process.working()},
     }
 
 
