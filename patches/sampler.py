@@ -98,9 +98,12 @@ def answer(sampler: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any
 def _watched() -> Any:
     """The guard that names the lock file which a first call's build waits for, where it isn't skipped."""
     wanted = _first and not read(["aiter_locks"]).skip
-    guard = sys.modules.get("vllm_rocm_fixes.guards.aiter_locks") if wanted else None
     _first.clear()
-    return guard.around() if guard else contextlib.nullcontext()
+    if not wanted or "vllm_rocm_fixes.guards" not in sys.modules:
+        return contextlib.nullcontext()
+    from vllm_rocm_fixes.guards import aiter_locks
+
+    return aiter_locks.around()
 
 
 def _stay_native(sampler: Any) -> bool:

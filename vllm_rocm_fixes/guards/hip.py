@@ -154,9 +154,8 @@ def around(package: str) -> Iterator[None]:
 
 
 def install() -> None:
-    """Where TileLang or TVM got in first: see who answers, and say what still helps."""
-    if sys.modules.get("tilelang") or sys.modules.get("tvm"):  # None stands for one that counts as absent
-        _contained(_late)
+    """TileLang or TVM got in first: see who answers, and say what still helps."""
+    _contained(_late)
 
 
 def state() -> str:
