@@ -175,6 +175,109 @@ def test_beside_pytests_assertion_rewriting(shop, tmp_path):
     assert "1 failed, 1 passed" in done.stdout and "assert 1 == 2" in done.stdout, done.stdout + done.stderr
 
 
+# A tool that calls a hook after an import: its finder asks all the others, and its loader stands before theirs. wrapt,
+# ddtrace and newrelic do this, in one of these ways.
+TOOL = """
+import importlib.util
+told = []
+
+class Chain:
+    def __init__(self, loader):
+        self.loader = loader
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+        told.append(module.__name__)
+
+class Proxy:
+    def __init__(self, loader):
+        object.__setattr__(self, "__wrapped__", loader)
+    def __getattribute__(self, name):
+        if name in ("exec_module", "__wrapped__"):
+            return object.__getattribute__(self, name)
+        return getattr(object.__getattribute__(self, "__wrapped__"), name)
+    def exec_module(self, module):
+        self.__wrapped__.exec_module(module)
+        told.append(module.__name__)
+
+class Tool:
+    def __init__(self, kind):
+        self.kind, self.busy = kind, set()
+    def find_spec(self, name, path=None, target=None):
+        if name in self.busy:
+            return None
+        self.busy.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.busy.discard(name)
+        if spec is not None:
+            spec.loader = self.kind(spec.loader)
+        return spec
+"""
+
+
+@pytest.mark.parametrize("order", ["tool ours", "ours tool", "tool ours tool", "tool tool ours"])
+@pytest.mark.parametrize("kind", ["Chain", "Proxy"])
+def test_beside_a_tool_that_calls_hooks_after_an_import(shop, order, kind):
+    """Whoever came first, the module is mended once, guarded once, and each tool's hook is called once."""
+    said = child(
+        f"""
+        {textwrap.indent(TOOL, " " * 8)}
+        import contextlib
+        guarded = []
+        def guard(name):
+            guarded.append(name)
+            return contextlib.nullcontext()
+
+        for who in {order.split()!r}:
+            enter({{"shop.goods": [guard]}}) if who == "ours" else sys.meta_path.insert(0, Tool({kind}))
+        import shop.goods as goods
+        print(json.dumps([goods.edited(), guarded, [n for n in told if n == "shop.goods"], calls]))
+        """,
+        shop.parent,
+    )
+    assert said == ["mended", ["shop.goods"], ["shop.goods"] * order.count("tool"), ["shop.goods"]]
+
+
+# What others ask of a loader, or of a module by its loader. The same lines run on stock.
+ASKED = """
+import copy, importlib.abc, importlib.machinery, importlib.resources, pickle, pkgutil, trace, shop
+from importlib import util
+loader, package = goods.__spec__.loader, shop.__spec__.loader
+kinds = [importlib.machinery.SourceFileLoader, importlib.abc.Loader, importlib.abc.InspectLoader]
+kinds += [importlib.abc.ExecutionLoader, importlib.abc.SourceLoader, importlib.abc.FileLoader]
+tracer = trace.Trace(count=1, trace=0)
+tracer.runfunc(goods.edited)
+with importlib.resources.as_file(importlib.resources.files(shop) / "data.txt") as file:
+    known = {
+        "kinds": [[isinstance(one, kind) for kind in kinds] for one in (loader, package, goods.__loader__)],
+        "copies": [type(made).__name__ for made in (copy.copy(package), pickle.loads(pickle.dumps(loader)))],
+        "equal": [copy.copy(loader).path, copy.deepcopy(package).path],
+        "is package": [loader.is_package("shop.goods"), package.is_package("shop")],
+        "names": [loader.name, loader.path, loader.get_filename("shop.goods"), loader.get_source("shop.goods")],
+        "source": inspect.getsource(goods.untouched),
+        "lines": inspect.getsourcelines(goods.edited),
+        "file": [inspect.getsourcefile(goods), inspect.getmodule(goods.edited).__name__, goods.__cached__],
+        "data": [pkgutil.get_data("shop", "data.txt").decode(), file.read_text(), str(file)],
+        "resources": sorted(p.name for p in importlib.resources.files("shop").iterdir() if p.suffix),
+        "modules": [m.name for m in pkgutil.walk_packages(shop.__path__, "shop.")],
+        "lines that ran": sorted(place for place in tracer.results().counts if place[0] == goods.__file__),
+        "by name": pkgutil.resolve_name("shop.goods:edited") is goods.edited,
+        "specs": [util.find_spec("shop.goods").origin, util.find_spec("shop").submodule_search_locations],
+    }
+print(json.dumps(known))
+"""
+
+
+def test_others_find_what_they_find_on_stock(shop):
+    (shop / "data.txt").write_text("data")
+    ours = "install(Finder({'shop.goods': coder, 'shop': coder}, {'shop': []}, lambda *e: errors.append(e)))\n"
+    stock, mended = (child(way + "import shop.goods as goods\n" + ASKED, shop.parent) for way in ("", ours))
+    assert stock == mended and all(stock["kinds"][0]) and stock["data"][0] == "data"
+
+
 def test_threads_that_import_at_once_get_one_mended_module(shop):
     said = child(
         """
@@ -275,6 +378,57 @@ def test_an_error_in_the_module_leaves_through_the_guards(shop):
         shop.parent,
     )
     assert said == [3, ["out"], False]
+
+
+RAISES = {
+    "from json import no_such_name": "ImportError",
+    "import no_such_package.part": "ModuleNotFoundError",
+    "from . import no_such_sibling": "ImportError",
+    "raise ImportError('libcudart.so.12: cannot open', name='ext', path='/opt/ext.so')": "ImportError",
+    "import shop.broken": "SyntaxError",
+    "import shop.raises": "ZeroDivisionError",
+    "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise RuntimeError('[aiter]', 7) from e": "RuntimeError",
+    "try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise OSError(2, 'gone', '/dev/kfd')": "FileNotFoundError",
+    "try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise KeyError('x') from None": "KeyError",
+    "def f():\n    raise SystemExit('[aiter] failed')\nf()": "SystemExit",
+    "raise KeyboardInterrupt": "KeyboardInterrupt",
+    "class Own(BaseException): ...\nraise Own(1, 2)": "Own",
+}
+
+
+@pytest.mark.parametrize("statement", RAISES)
+def test_an_error_of_the_module_arrives_as_it_does_on_stock(shop, statement):
+    (shop / "goods.py").write_text(f'"""Doc."""\n\nx = "stock"\n\n{statement}\n')
+    (shop / "broken.py").write_text("x = (\n")
+    (shop / "raises.py").write_text("def f():\n    return 1 / 0\n\n\nf()\n")
+    asked = """
+        def known(error):
+            if error is None:
+                return None
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [f for f in frames if not f.filename.startswith("<frozen") and "vllm_rocm_fixes" not in f.filename]
+            return {
+                "kind": type(error).__qualname__, "said": str(error), "args": repr(error.args),
+                "fields": [getattr(error, n, None) for n in ("name", "path", "errno", "filename", "code", "lineno")],
+                "notes": getattr(error, "__notes__", []), "suppress": error.__suppress_context__,
+                "cause": known(error.__cause__), "context": known(error.__context__),
+                "frames": [[f.filename, f.lineno, f.name, f.line] for f in own],
+                "loaded": "shop.goods" in sys.modules, "bound": hasattr(sys.modules["shop"], "goods"),
+                "importing": sum("vllm_rocm_fixes" in f.filename for f in frames),
+            }
+
+        try:
+            import shop.goods
+        except BaseException as error:
+            print(json.dumps(known(error)))
+        """
+    guard = "import contextlib; enter({'shop.goods': [lambda name: contextlib.nullcontext()]})\n"
+    stock, ours, guarded = (child(way + textwrap.dedent(asked), shop.parent) for way in ("\n", "enter()\n", guard))
+    assert ours.pop("importing") == 1 and guarded.pop("importing") == 1 and stock.pop("importing") == 0
+    assert stock == ours == guarded
+    assert stock["kind"] == RAISES[statement] and not stock["loaded"]
+    line = next(f for f in stock["frames"] if f[0] == str(shop / "goods.py"))
+    assert line[2:] == ["<module>", statement.splitlines()[line[1] - 5].strip()]
 
 
 def test_run_with_m(shop):

@@ -2,6 +2,7 @@
 
 The stock finders find the module and the stock loader stays behind ours: file name, source, resources and data are
 its own. Only the code differs, and that is compiled in memory: the stock .pyc is neither read nor written for it.
+A tool whose finder asks all the others, to call hooks after an import say, gets our loader into its own.
 """
 
 from __future__ import annotations
@@ -53,15 +54,8 @@ class Finder:
                 self._on_error(name, error)
         if name not in self._coders and name not in self._guards:
             return None
-        busy: set[str] = self._busy.__dict__.setdefault("names", set())
-        if name in busy:  # another finder that asks all the others, as ours does
-            return None
-        busy.add(name)
-        try:
-            spec = self._stock_spec(name, path, target)
-        finally:
-            busy.discard(name)
-        if spec is not None and hasattr(spec.loader, "exec_module"):
+        spec = self._stock_spec(name, path, target)
+        if spec is not None and hasattr(spec.loader, "exec_module") and not _holds_ours(spec.loader):
             loader = Loader(spec, self._coders.get(name), self._guards.get(name, ()), self._on_error)
             spec.loader = loader  # type: ignore[assignment]
         return spec
@@ -69,17 +63,28 @@ class Finder:
     def _stock_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> importlib.machinery.ModuleSpec | None:
+        """The first answer of the other finders. One that asks all others comes to us again, and isn't asked twice."""
+        asked: list[tuple[str, Any]] = self._busy.__dict__.setdefault("asked", [])
         for finder in list(sys.meta_path):
             if isinstance(finder, Finder) or not hasattr(finder, "find_spec"):
                 continue
-            spec = finder.find_spec(name, path, target)
+            if any(a == name and f is finder for a, f in asked):
+                continue
+            asked.append((name, finder))
+            try:
+                spec = finder.find_spec(name, path, target)
+            finally:
+                asked.pop()
             if spec is not None:
                 return spec
         return None
 
 
 class Loader:
-    """Stands before the stock loader of one module; whatever it doesn't do itself, the stock loader does."""
+    """Stands before the stock loader of one module; whatever it doesn't do itself, the stock loader does.
+
+    isinstance() takes it for the stock loader, and a copy or a pickle is one of that.
+    """
 
     def __init__(
         self,
@@ -91,10 +96,15 @@ class Loader:
         self.stock: Any = spec.loader
         self._origin, self._coder, self._guards, self._on_error = spec.origin, coder, guards, on_error
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.stock)
+
     def __getattr__(self, name: str) -> Any:
-        if name == "stock":  # an instance that copy or pickle made without __init__
-            raise AttributeError(name)
         return getattr(self.stock, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.stock.__reduce_ex__(protocol)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         """The module object that the stock loader makes; None for the usual one."""
@@ -137,6 +147,16 @@ class Loader:
                 context.__exit__(None, None, None)
             except Exception as error:
                 self._on_error(name, error)
+
+
+def _holds_ours(loader: Any, depth: int = 8) -> bool:
+    """Whether a loader is ours, or a tool's that holds ours or another tool's."""
+    if type(loader) is Loader:
+        return True
+    if not depth or not hasattr(loader, "exec_module"):
+        return False
+    held = getattr(loader, "__wrapped__", None), *getattr(loader, "__dict__", {}).values()
+    return any(_holds_ours(value, depth - 1) for value in held)
 
 
 def source_of(name: str, loader: Any, origin: str | None) -> tuple[bytes | str | None, str]:
