@@ -133,7 +133,7 @@ def test_holders_that_keep_the_old_code_are_named():
 
 @pytest.mark.parametrize("how", ["replaced", "wrapped", "method", "gone", "code"])
 def test_a_function_that_is_not_stocks_is_left_alone(how):
-    goods = load()
+    goods, holder = load(), []
 
     def theirs(x):
         return "theirs"
@@ -145,14 +145,101 @@ def test_a_function_that_is_not_stocks_is_left_alone(how):
     elif how == "method":
         goods.Thing.method = theirs
     elif how == "gone":
-        del goods.plain
+        holder.append(goods.__dict__.pop("plain"))
     else:
         goods.plain.__code__ = theirs.__code__
-    before = {name: getattr(goods, name, None) for name in vars(goods)}
+    before = dict(vars(goods))
     with pytest.raises(NotStock, match=r"plain|Thing\.method"):
         mend(goods)
-    assert before == {name: getattr(goods, name, None) for name in vars(goods)}
+    assert before == vars(goods)
     assert goods.hidden() == "stock" and goods.maker()() == "stock", "nothing else was changed either"
+
+
+# Definitions in branches, one taken and one not, as vLLM has them for platforms and optional packages.
+BRANCHES = """
+import sys
+
+def always():
+    return "stock"
+
+if TAKEN:
+    def only_if():
+        return "stock"
+
+    class Here:
+        def method(self):
+            return "stock"
+
+    def of_two():
+        return "stock, first"
+else:
+    def of_two():
+        return "stock, second"
+
+    class There:
+        def method(self):
+            return "stock"
+
+try:
+    from os.path import join as found
+except ImportError:
+    def found():
+        return "stock"
+
+try:
+    from no_such_package import missing
+except ImportError:
+    def missing():
+        return "stock"
+"""
+BRANCHES_MENDED = BRANCHES.replace('"stock', '"mended')
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_definition_that_unused_is_left_out_and_the_others_follow(taken):
+    stock, mended = (text.replace("TAKEN", str(taken)) for text in (BRANCHES, BRANCHES_MENDED))
+    goods = load(stock.replace(str(taken), f"sys.maxsize {'>' if taken else '<'} 0"))
+    done = mend(goods, mended.replace(str(taken), "sys.maxsize"), stock.replace(str(taken), "sys.maxsize"))
+    assert goods.always() == goods.missing() == "mended"
+    assert goods.of_two() == ("mended, first" if taken else "mended, second")
+    assert goods.found.__module__ == "posixpath"
+    if taken:
+        assert goods.only_if() == goods.Here().method() == "mended" and not hasattr(goods, "There")
+        assert set(done.unused) == {"of_two", "There.method", "found"}
+    else:
+        assert goods.There().method() == "mended" and not hasattr(goods, "only_if")
+        assert set(done.unused) == {"only_if", "Here.method", "of_two", "found"}
+    assert not done.unreached and "; nothing runs stock's of_two, " in str(done).replace("only_if, Here.method, ", "")
+
+
+@pytest.mark.parametrize("how", ["replaced", "wrapped", "taken away", "class"])
+def test_somebody_elses_function_in_a_branch_is_not_taken_for_one_that_unused(how):
+    stock, mended = (text.replace("TAKEN", "True") for text in (BRANCHES, BRANCHES_MENDED))
+    goods = load(stock)
+    kept = goods.only_if
+
+    def theirs():
+        return "theirs"
+
+    if how == "replaced":
+        goods.only_if = theirs
+        del kept  # nobody has stock's any more
+    elif how == "wrapped":
+        goods.only_if = functools.wraps(kept)(theirs)
+    elif how == "taken away":
+        del goods.only_if
+    else:
+        goods.Here = type("Here", (goods.Here,), {"method": theirs})
+    with pytest.raises(NotStock, match=r"only_if|Here\.method"):
+        mend(goods, mended, stock)
+    assert goods.always() == "stock"
+
+
+def test_where_nothing_that_differs_ran_there_is_nothing_to_do():
+    source = "if not __name__:\n    def f():\n        return 'stock'\n"
+    done = mend(load(source), source.replace("stock", "mended"), source)
+    assert (done.unused, done.changed) == (["f"], [])
+    assert str(done) == "live, in no function; nothing runs stock's f"
 
 
 def test_another_signature_is_refused():

@@ -166,6 +166,22 @@ def test_somebody_elses_function_is_left_alone_and_reported(shelf):
     assert results["early"][0] == "failed" and f == "theirs" and len(said) == 1 and "isn't stock's any more" in said[0]
 
 
+def test_a_definition_in_a_branch_that_was_not_taken_stops_nothing(shelf):
+    branch = "\nif not __name__:\n    def g():\n        return 'stock'\n"
+    (shelf / "vllm/early.py").write_text(MODULES["vllm/early.py"] + branch)
+    results, f, said = child(
+        shelf,
+        """
+        import vllm.early
+        p = process.Process([patch("early")], ())
+        p.register()
+        print(json.dumps([state(p), vllm.early.f(), [t for l, t in said if l == "WARNING"]]))
+        """,
+    )
+    assert results == {"early": ["applied", "stock; live, in f; nothing runs stock's g"]}
+    assert (f, said) == ("mended", [])
+
+
 @pytest.mark.parametrize(
     ("environ", "late", "waiting"),
     [

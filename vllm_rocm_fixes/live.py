@@ -39,13 +39,22 @@ class NotStock(Exception):
 
 
 class Transplant:
-    """What was done to a loaded module: names of functions changed and added, and of holders that keep the old code."""
+    """What was done to a loaded module: names of functions changed and added, and of holders that keep the old code.
+
+    unused names functions that differ and that nothing in this process runs: a definition in a branch not taken, say.
+    """
 
     def __init__(self, scope_ran: bool) -> None:
         self.changed: list[str] = []
         self.added: list[str] = []
         self.unreached: list[str] = []
+        self.unused: list[str] = []
         self.scope_ran = scope_ran  # module-scope statements differ too, and those had run before
+
+    def __str__(self) -> str:
+        late = "; its module scope had run before" if self.scope_ran else ""
+        unused = f"; nothing runs stock's {', '.join(self.unused)}" if self.unused else ""
+        return f"live, in {', '.join([*self.changed, *self.added]) or 'no function'}{late}{unused}"
 
 
 def functions(code: CodeType, prefix: str = "") -> Iterator[tuple[str, CodeType]]:
@@ -94,9 +103,11 @@ def transplant(module: ModuleType, stock: CodeType, mended: Mended) -> Transplan
                 raise NotStock(f"{name} has another signature after the edit")
             found = _find(module, name, was, name in mended.decorated, clears)
             if not found:
-                raise NotStock(f"{name} isn't stock's any more: something else changed it first")
+                if not _unused(module, name, was, before, stock):
+                    raise NotStock(f"{name} isn't stock's any more: something else changed it first")
+                done.unused.append(name)
             swaps += [(name, f, becomes) for f in found]
-    if not swaps and not done.added:
+    if not swaps and not done.added and not done.unused:
         raise NotStock("what differs stands at module scope, and that had run before")
     for name in done.added:
         if name not in mended.added:
@@ -139,7 +150,7 @@ def _find(
     if not decorated:
         return [held] if isinstance(held, FunctionType) and same(held.__code__, code) else []
     found = [f for f in _holders(held, clears) if same(f.__code__, code)]
-    return found or [f for f in _search(module, code) if same(f.__code__, code)]
+    return found or list(_search(module, name, code))
 
 
 def _static(module: ModuleType, name: str) -> object:
@@ -170,11 +181,28 @@ def _holders(held: object, clears: list[Callable[[], object]]) -> Iterator[Funct
         yield from _holders(part, clears)
 
 
-def _search(module: ModuleType, code: CodeType) -> Iterator[FunctionType]:
-    """Functions of the module that run that code, wherever a decorator keeps them: a walk over all objects, so last."""
+def _search(module: ModuleType, name: str, code: CodeType) -> Iterator[FunctionType]:
+    """Functions of that name and code, wherever a decorator keeps them: a walk over all objects, so last."""
     for thing in gc.get_objects():
-        if type(thing) is FunctionType and thing.__globals__ is vars(module) and thing.__code__.co_name == code.co_name:
-            yield thing
+        if type(thing) is FunctionType and thing.__globals__ is vars(module) and thing.__qualname__ == name:
+            yield from [thing] if same(thing.__code__, code) else []
+
+
+def _unused(module: ModuleType, name: str, code: CodeType, definitions: list[CodeType], stock: CodeType) -> bool:
+    """Whether no function in this process runs a code, and what stands under its name can be stock's all the same.
+
+    That is nothing, another of its definitions, or what else the module binds there: an import, say.
+    """
+    if any(_search(module, name, code)):
+        return False
+    held = _static(module, name)
+    if held is None or any(same(f.__code__, c) for f in _holders(held, []) for c in definitions):
+        return True
+    import dis  # only where something else stands there
+
+    first = name.partition(".")[0]
+    bound = [i for i in dis.get_instructions(stock) if i.opname.startswith("STORE") and i.argval == first]
+    return len(bound) > sum(isinstance(c, CodeType) and c.co_name == first for c in stock.co_consts)
 
 
 def _left_behind(name: str, was: CodeType, becomes: CodeType) -> list[str]:

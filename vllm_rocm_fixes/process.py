@@ -310,8 +310,7 @@ class Process:
             )
             self._record(Mended(outcomes), "applied", "")
             return
-        late = "; its module scope had run before" if done.scope_ran else ""
-        self._record(mended, "applied", f"live, in {', '.join([*done.changed, *done.added])}{late}")
+        self._record(mended, "applied", str(done))
         for holder in done.unreached:
             self._warn(f"{name} was loaded before us, and the old code stays in {holder}")
 
