@@ -12,6 +12,7 @@ import pytest
 from native import packages
 
 from vllm_rocm_fixes import trial as module
+from vllm_rocm_fixes.patches.import_utils import answer
 from vllm_rocm_fixes.trial import Trial, trial
 
 pytestmark = pytest.mark.unit
@@ -66,6 +67,73 @@ def test_a_hang_is_ended_with_all_it_started(monkeypatch):
     assert trial("hangs") == Trial(False, "the import took more than 1 s")
     assert time.monotonic() - start < 10
     assert not _alive("time.sleep(600)")
+
+
+def test_what_is_waited_for_is_said(monkeypatch, caplog):
+    """A package that sleeps: which, for how long, and what it counts as."""
+    monkeypatch.setattr(module, "SECONDS", 1.5)
+    monkeypatch.setattr(module, "_PATIENCE", 0.5)
+    assert answer("hangs") is False and answer("hangs") is False
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "The import of hangs in a child process has taken 0.5 s; in 1 s it is ended, and counts as failed",
+        *["hangs is installed but counts as absent: the import took more than 1.5 s"] * 2,
+    ]
+    caplog.clear()
+    assert trial("pure").ok and not caplog.records
+
+
+def test_a_child_whose_parent_is_killed_ends(folder, tmp_path):
+    """Also where the package ignores every signal that can be ignored, and never comes back."""
+    told = tmp_path / "pid"
+    (tmp_path / "stubborn.py").write_text(
+        "import os, signal, time\n"
+        "for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n"
+        "    signal.signal(number, signal.SIG_IGN)\n"
+        f"open({str(told)!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
+        "time.sleep(600)\n"
+    )
+    code = "from vllm_rocm_fixes import trial\ntrial.SECONDS = 1.0\ntrial._GRACE = 600\ntrial.trial('stubborn')"
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    try:
+        deadline = time.monotonic() + 20
+        while not (told.exists() and told.read_text().endswith("\n")):
+            assert time.monotonic() < deadline, "the child never began"
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+    child = int(told.read_text())
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    try:
+        assert not _runs(child)
+    finally:
+        if _runs(child):
+            os.kill(child, signal.SIGKILL)
+
+
+def _runs(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_build_is_interrupted_where_this_thread_blocks_signals(tmp_path, monkeypatch):
+    lock = tmp_path / "lock"
+    (tmp_path / "waits.py").write_text(
+        f"import os, time\nopen({str(lock)!r}, 'x').close()\n"
+        f"try:\n    time.sleep(600)\nfinally:\n    os.remove({str(lock)!r})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(module, "SECONDS", 2.0)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        assert trial("waits") == Trial(False, "the import took more than 2 s")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert not lock.exists()
 
 
 def test_a_build_that_takes_too_long_takes_its_lock_file_away(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -16,20 +17,26 @@ import tempfile
 import threading
 from typing import Any, NamedTuple
 
+_LOG = logging.getLogger("vllm.rocm_fixes.trial")
 SECONDS = 60.0  # how long an import may take; a cold network disk needs some, and a hang must end
+_PATIENCE = 10.0  # after so long it is said what is waited for
 _GRACE = 2.0  # what a build that is interrupted gets to take its lock file away
 _CUT = 300  # characters of a reason, which becomes one line in a log
 # Signals that are sent to a process from outside; they say nothing about the package.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 _CHILD = """
-import json, os, signal, sys
+import ctypes, json, os, signal, sys
 answer, rest = os.dup(1), sys.argv.pop()
 os.dup2(2, 1)  # what the package prints is no answer
-name, attribute, path, seconds = json.loads(rest)
+name, attribute, path, parent = json.loads(rest)
 sys.path[:] = path
-signal.alarm(seconds)  # should the parent be gone by then
+# PR_SET_PDEATHSIG: when the parent is gone this ends, whatever the package does with signals and handlers.
+ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGKILL))
+if os.getppid() != parent:
+    os._exit(0)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the parent ignores it
+signal.pthread_sigmask(signal.SIG_SETMASK, ())  # or blocks it
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -111,7 +118,7 @@ def _try(name: str, attribute: str, seconds: float) -> Trial | None:
 def _run(wanted: list[Any], seconds: float, said: Any, told: Any) -> int | None:
     """The exit code of a child that imports what is wanted, None where it took too long and was ended."""
     flags: list[str] = getattr(subprocess, "_args_from_interpreter_flags", list)()  # -I, -X and the like
-    given = json.dumps([*wanted, int(seconds) + 5])
+    given = json.dumps([*wanted, os.getpid()])
     # Off: if the package imports vLLM, that one shall not start children of its own.
     environment = {**os.environ, "ROCM_FIXES": "off"}
     child = subprocess.Popen(
@@ -123,7 +130,12 @@ def _run(wanted: list[Any], seconds: float, said: Any, told: Any) -> int | None:
         start_new_session=True,
     )
     try:
-        return child.wait(seconds)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(min(_PATIENCE, seconds))
+        name, left = wanted[0], max(seconds - _PATIENCE, 0)
+        line = "The import of %s in a child process has taken %g s; in %g s it is ended, and counts as failed"
+        _LOG.warning(line, name, min(_PATIENCE, seconds), left)
+        return child.wait(left)
     except subprocess.TimeoutExpired:
         return None
     finally:
