@@ -5,6 +5,7 @@ nixl_ep is a real package whose native library doesn't load. There is one proces
 up to its import_utils, and each side goes on from there in a fork.
 
 stock: nothing of ours is loaded. mended: vLLM calls our doors. live: they are called in the stock side, at its end.
+unguarded: the guard hip is skipped. late: it is skipped after the module was imported, as a Ray worker learns it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from unittest.mock import MagicMock
 # One on each side of every change in these modules; the verdicts are tested on all, the starts by the contract.
 RELEASES = ("0.14.1", "0.18.1", "0.20.2", "0.22.1", "0.23.0", "0.27.1", "0.33.0")
 NIGHTLIES = ("0.26.1.dev202608050841", "0.28.1.dev202609011116")
+UNGUARDED = ("0.20.2", "0.23.0", "0.27.1", "0.33.0")  # TileLang before HIP in all but the last
 LAZY = "0.26.1.dev202608050841"
 PROBE = "vllm.utils.import_utils"
 UTILS = "vllm.model_executor.layers.fused_moe.all2all_utils"
@@ -77,7 +79,7 @@ def _run(release: str) -> dict:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("ROCM_FIXES", "VLLM_"))}
         # The guard looks at what is installed beside the stand-in TileLang, and that is not what is asked here.
         env = built.environment(env, VLLM_PLUGINS="", ROCM_FIXES_SKIP="tilelang_pair")
-        command = [sys.executable, __file__, f"{folder}/answer.json"]
+        command = [sys.executable, __file__, f"{folder}/answer.json", release]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=540)
         answer = Path(folder, "answer.json")
         assert done.returncode == 0 and answer.exists(), f"{release}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
@@ -87,14 +89,17 @@ def _run(release: str) -> dict:
 # On the node
 
 
-def main(answer: str) -> None:
+def main(answer: str, release: str) -> None:
     import torch
     from on_node import in_fork
 
     torch.set_num_threads(1)
     importlib.import_module(PROBE)
     importlib.import_module("vllm.config")
-    Path(answer).write_text(json.dumps({"stock": in_fork(stock), "mended": in_fork(mended)}))
+    sides = {"stock": in_fork(stock), "mended": in_fork(mended)}
+    if release in UNGUARDED:
+        sides |= {"unguarded": in_fork(unguarded), "late": in_fork(late)}
+    Path(answer).write_text(json.dumps(sides))
 
 
 def stock() -> dict:
@@ -109,6 +114,32 @@ def mended() -> dict:
     doors()
     sys.modules[PROBE].has_deep_ep()  # its trial, once for all the forks below: the stand-in takes torch along
     return one_side() | {"states": states()}
+
+
+def unguarded() -> dict:
+    os.environ["ROCM_FIXES_SKIP"] += ",hip"
+    return _guarded(lambda: (doors(), importlib.import_module(UTILS)))
+
+
+def late() -> dict:
+    def both_doors() -> None:
+        importlib.import_module("vllm_rocm_fixes").prepare()
+        importlib.import_module(UTILS)
+        os.environ["ROCM_FIXES_SKIP"] += ",hip"
+        doors()
+
+    return _guarded(both_doors)
+
+
+def _guarded(action) -> dict:
+    """What an action left: the state of the patch, what was imported, which guards work, and what was said."""
+    said: list = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("vllm.rocm_fixes").addHandler(handler)
+    action()
+    guards = [guard.name for guard in sys.modules["vllm_rocm_fixes"].current().working()]
+    return {"state": states()["all2all_utils"], "imported": here(), "guards": guards, "said": said}
 
 
 def doors() -> None:
@@ -315,4 +346,4 @@ def manage(name: str) -> str | None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    main(sys.argv[1])
+    main(*sys.argv[1:])

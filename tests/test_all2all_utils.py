@@ -5,7 +5,7 @@ import re
 import subprocess
 
 import pytest
-from expert_parallel import LAZY, NIGHTLIES, RELEASES, report
+from expert_parallel import LAZY, NIGHTLIES, RELEASES, UNGUARDED, report
 from packaging.version import Version
 from releases import releases, tree
 
@@ -209,3 +209,28 @@ class TestOnTheNode:
         assert stock["states"]["all2all_utils"] == ("clear" if version == LAZY else "applied")
         if version != LAZY:
             assert stock["chosen"]["raised"].startswith("ImportError: the all2all back end ")
+
+
+@pytest.mark.parametrize("version", UNGUARDED)
+def test_without_the_guard_the_imports_stay_early(version):
+    """The guard hip is skipped: stock's early imports, which do its work, are kept, and the reason is said."""
+    side = report(version)["unguarded"]
+    exposed = version != "0.33.0"
+    assert side["state"] == ("refused" if exposed else "applied")
+    assert side["imported"] == (report(version)["stock"]["imported"] if exposed else [])
+    refused = [
+        line for line in side["said"] if line.startswith("all2all_utils: refused, the guard hip is skipped, and ")
+    ]
+    assert len(refused) == exposed and all("must not come before HIP (#51151)" in line for line in refused)
+    assert "hip" not in side["guards"]
+
+
+@pytest.mark.parametrize("version", UNGUARDED)
+def test_a_guard_that_is_switched_off_too_late_stays(version):
+    """The module is mended when the switch comes: the guard stays, and the worker says so."""
+    side = report(version)["late"]
+    exposed = version != "0.33.0"
+    assert (side["state"], side["imported"]) == ("applied", [])
+    assert ("hip" in side["guards"]) == exposed
+    stays = [line for line in side["said"] if line.startswith("hip stays, for all2all_utils is mended already: ")]
+    assert len(stays) == exposed and all("set it where `ray start` runs" in line for line in stays)
