@@ -20,8 +20,8 @@ from releases import NIGHTLIES, releases, tree
 
 from vllm_rocm_fixes.diffs import unified
 from vllm_rocm_fixes.live import functions
-from vllm_rocm_fixes.mend import Outcome, mend
-from vllm_rocm_fixes.patch import Patch, Site
+from vllm_rocm_fixes.mend import mend
+from vllm_rocm_fixes.patch import Outcome, Patch, Site
 from vllm_rocm_fixes.patches import SERIES
 from vllm_rocm_fixes.rewrite import rewrite
 from vllm_rocm_fixes.rewrite import same as same_tree

@@ -123,7 +123,10 @@ import marshal, hashlib
 from pathlib import Path
 for entry in Path(os.environ["XDG_CACHE_HOME"]).rglob("mended/*"):
     data = entry.read_bytes()
-    outcomes, code, decorated, added = marshal.loads(data[64:])
+    value = marshal.loads(data[64:])
+    if not isinstance(value, tuple):
+        continue  # what was seen of files, and not code
+    outcomes, code, decorated, added = value
     payload = marshal.dumps((outcomes, compile("raise SystemExit('poisoned')", "x", "exec"), decorated, added))
     entry.write_bytes(data[:32] + hashlib.sha256(payload).digest() + payload)
 print(1)

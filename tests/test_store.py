@@ -7,8 +7,8 @@ import stat
 import pytest
 
 from vllm_rocm_fixes import store
-from vllm_rocm_fixes.mend import Mended, Outcome, mend
-from vllm_rocm_fixes.patch import Patch, Site, clear, needed
+from vllm_rocm_fixes.mend import mend
+from vllm_rocm_fixes.patch import Mended, Outcome, Patch, Site, clear, needed
 
 pytestmark = pytest.mark.unit
 STOCK = b'import functools\n\n@functools.cache\ndef f():\n    return "stock"\n'

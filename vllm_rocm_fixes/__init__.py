@@ -37,11 +37,11 @@ def current() -> Process:
     with _lock:
         if _process:
             return _process[0]
+        from . import series
         from .guards import GUARDS
-        from .patches import SERIES  # type: ignore[import-not-found]  # a folder of that name only once it is installed
         from .process import Process
 
-        _process.append(Process(SERIES, GUARDS))
+        _process.append(Process(series.load(), GUARDS))
         return _process[0]
 
 

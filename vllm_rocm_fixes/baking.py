@@ -26,8 +26,7 @@ from typing import Any, Literal
 
 from ._version import __version__
 from .guards import GUARDS
-from .mend import Outcome
-from .patch import Patch
+from .patch import Outcome, Patch
 from .rewrite import rewrite
 from .survey import modules
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ._version import __version__
-from .mend import Outcome, mend
-from .patch import Patch, Site
+from .mend import mend
+from .patch import Outcome, Patch, Site
 from .rewrite import rewrite, same
 from .survey import Surveyed, modules
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .patch import Patch, Verdict, absent, unknown
 
-_VERSION = re.compile(r"v?(\d+(?:\.\d+)*)[.-]?(?:(a|b|rc)\.?(\d+))?(?:\.?post(\d+))?(?:\.?dev(\d+))?", re.IGNORECASE)
+_VERSION = r"v?(\d+(?:\.\d+)*)[.-]?(?:(a|b|rc)\.?(\d+))?(?:\.?post(\d+))?(?:\.?dev(\d+))?"
 
 
 class Metadata(NamedTuple):
@@ -105,7 +105,7 @@ def older(one: str, other: str) -> bool:
 
 
 def _order(text: str) -> tuple[tuple[int, ...], tuple[str, int], int, tuple[int, int]]:
-    match = _VERSION.match(text)
+    match = re.match(_VERSION, text, re.IGNORECASE)
     if match is None:
         return (), ("", 0), 0, (0, 0)
     release, kind, number, post, dev = match.groups()

@@ -22,7 +22,7 @@ from types import (
     ModuleType,
 )
 
-from .mend import Mended
+from .patch import Mended
 
 _OPTIMIZED = 0x1  # CO_OPTIMIZED: set for functions, not for the bodies of classes and modules
 _COMPARED = (

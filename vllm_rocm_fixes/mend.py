@@ -8,40 +8,11 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterator, Mapping, Sequence
-from types import CodeType, MappingProxyType
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from types import CodeType
 
-from .patch import Patch, Site, Verdict, unknown
+from .patch import Mended, Outcome, Patch, Site, Verdict, unknown
 from .syntax import Definition, Function, everything, statements
-
-
-class Outcome(NamedTuple):
-    """What became of one patch on one module: the verdict on stock, and why a needed patch was not applied."""
-
-    patch: Patch
-    verdict: Verdict
-    refused: str | None = None
-    failed: str | None = None
-
-    @property
-    def applied(self) -> bool:
-        """The mended tree holds this patch, and its second examination was clear."""
-        return self.verdict.kind == "needed" and not self.refused and not self.failed
-
-
-class Mended(NamedTuple):
-    """A module after its patches: tree and code are None where stock is kept.
-
-    What a module that is loaded already needs beside the code: decorated holds the qualified names that have
-    decorators, added the code of the functions that the patches put at module scope.
-    """
-
-    outcomes: tuple[Outcome, ...]
-    tree: ast.Module | None = None
-    code: CodeType | None = None
-    decorated: frozenset[str] = frozenset()
-    added: Mapping[str, CodeType] = MappingProxyType({})
 
 
 def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Site | None = None) -> Mended:

@@ -1,4 +1,4 @@
-"""What a patch is, and what a verdict is.
+"""What a patch is, a verdict, and what became of a module.
 
 Named tuples and not dataclasses, here and in what else every process imports: making the class takes an eighth of the
 time.
@@ -7,8 +7,9 @@ time.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import CodeType, MappingProxyType
 from typing import Literal, NamedTuple
 
 Kind = Literal["needed", "clear", "absent", "unknown"]
@@ -77,3 +78,31 @@ class Patch(NamedTuple):
     examine: Callable[[ast.Module], Verdict]
     mend: Callable[[ast.Module], None]
     refuse: Callable[[Site], str | None] | None = None
+
+
+class Outcome(NamedTuple):
+    """What became of one patch on one module: the verdict on stock, and why a needed patch was not applied."""
+
+    patch: Patch
+    verdict: Verdict
+    refused: str | None = None
+    failed: str | None = None
+
+    @property
+    def applied(self) -> bool:
+        """The mended tree holds this patch, and its second examination was clear."""
+        return self.verdict.kind == "needed" and not self.refused and not self.failed
+
+
+class Mended(NamedTuple):
+    """A module after its patches: tree and code are None where stock is kept.
+
+    What a module that is loaded already needs beside the code: decorated holds the qualified names that have
+    decorators, added the code of the functions that the patches put at module scope.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    tree: ast.Module | None = None
+    code: CodeType | None = None
+    decorated: frozenset[str] = frozenset()
+    added: Mapping[str, CodeType] = MappingProxyType({})

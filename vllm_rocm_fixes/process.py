@@ -24,8 +24,7 @@ from .guards import Guard
 from .importing import Finder, Loader, install, locate, source_of
 from .installed import belongs, missing, version
 from .live import NotStock, transplant
-from .mend import Mended, mend
-from .patch import Patch, Site, Verdict, unknown
+from .patch import Mended, Outcome, Patch, Site, Verdict, unknown
 
 # vLLM shows INFO only below its own logger.
 logger = logging.getLogger("vllm.rocm_fixes")
@@ -109,8 +108,7 @@ class Process:
             if self._registered:
                 return
             self._registered = True
-            for module in sorted(self._pending):
-                self._survey(module)
+            self._survey_all()
             self._hand_switches_to_ray()
             self._say_line()
             self.milliseconds += 1000 * (time.perf_counter() - begun)
@@ -263,18 +261,17 @@ class Process:
         known = self._surveyed.get(module)
         if known and known[:2] == (source, filename):
             return known[2]
-        patches = self._wanted[module]
-        if self.site.skipped and any(patch.refuse for patch in patches):
-            return mend(source, filename, patches, self.site)  # a refusal may look at more than the key covers
-        try:
-            key = store.key(source, filename, patches, self.site)
-        except OSError:  # the overlay lies in an archive
-            return mend(source, filename, patches, self.site)
-        stored = store.load(key, patches)
-        if stored:
-            return stored
-        mended = mend(source, filename, patches, self.site)
-        store.save(key, mended)
+        patches, key = self._wanted[module], None
+        if not (self.site.skipped and any(patch.refuse for patch in patches)):  # which may look at more than the key
+            with contextlib.suppress(OSError):  # the overlay lies in an archive
+                key = store.key(source, filename, patches, self.site)
+        mended = store.load(key, patches) if key else None
+        if mended is None:
+            from .mend import mend  # a warm start has no use for it
+
+            mended = mend(source, filename, patches, self.site)
+            if key:
+                store.save(key, mended)
         return mended
 
     # The live way
@@ -325,23 +322,62 @@ class Process:
 
     # What isn't loaded: only looked at
 
-    def _survey(self, module: str) -> None:
+    def _survey_all(self) -> None:
+        """Examine what isn't loaded; a file that is as it was at the last start, by size and time, isn't read again.
+
+        That decides what is said. What is done is decided by the source, when the module is imported.
+        """
+        try:  # a refusal may look at more than size and time
+            key = None if self.site.skipped else store.digest("survey", str(self.site.root), self.site.version)
+        except OSError:  # the overlay lies in an archive
+            key = None
+        recalled = store.recall(key) if key else None
+        known: dict[str, Any] = recalled if isinstance(recalled, dict) else {}
+        found = {module: self._survey(module, known.get(module)) for module in sorted(self._pending)}
+        fresh = {module: row for module, row in found.items() if row and row != known.get(module)}
+        if key and fresh:
+            store.keep(key, known | fresh)
+
+    def _survey(self, module: str, known: Any) -> Any:
+        """Record the verdicts on a module, and return them with what tells its file; None where that isn't to be kept.
+
+        known is what this returned at an earlier start.
+        """
         try:
             root = self.site.root
             spec = locate(module, root) if root and belongs(module, root) else None
             if root is None or spec is None:
                 for patch in self._wanted[module]:
                     self._set(patch, missing(patch, root, self.site.version) if root else unknown("vLLM has no folder"))
-                return
+                return None
+            file = self._file(spec.origin)
+            if file and known and known[0] == file:
+                patches = {patch.name: patch for patch in self._wanted[module]}
+                outcomes = tuple(Outcome(patches[name], Verdict(kind, reason)) for name, kind, reason in known[1])
+                self._record(Mended(outcomes), "waiting", "when it is imported")
+                return known
             source, filename = source_of(module, spec.loader, spec.origin)
             if source is None:
                 self._keep(module, "there is no source, only compiled code")
-                return
+                return None
             mended = self._mend(module, source, filename)
             self._surveyed[module] = source, filename, mended
             self._record(mended, "waiting", "when it is imported")
+            if file is None or any(o.refused or o.failed for o in mended.outcomes):
+                return None
+            return file, [(o.patch.name, o.verdict.kind, o.verdict.reason) for o in mended.outcomes]
         except Exception as error:
             self._keep(module, f"{type(error).__name__}: {error}")
+            return None
+
+    @staticmethod
+    def _file(origin: str | None) -> tuple[str, int, int] | None:
+        """What tells whether a source file is still the same, as Python's own .pyc does; None where there is none."""
+        try:
+            status = os.stat(origin or "")
+        except OSError:
+            return None
+        return (origin, status.st_size, status.st_mtime_ns) if origin and origin.endswith(".py") else None
 
     # What is written down and said
 

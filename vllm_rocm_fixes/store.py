@@ -1,4 +1,4 @@
-"""Mended code kept between starts, so that a start pays for an edit once on a node and not in every process.
+"""What is kept between starts, so that a node pays for an edit once and not in every process: mended code above all.
 
 An entry is found by a digest of all that it depends on: the stock source, the overlay's own files, the interpreter.
 It is read only where this user alone can have written it. Whatever goes wrong here costs the entry and nothing else.
@@ -17,13 +17,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ._version import __version__
-from .mend import Mended, Outcome
-from .patch import Patch, Site, Verdict
+from .patch import Mended, Outcome, Patch, Site, Verdict
 
 _DIGEST = 32  # bytes of a SHA-256
-_MOST = 200  # entries: a dozen modules, for a few releases and versions of the overlay
+_MOST = 200  # entries: some two dozen, for a few releases and versions of the overlay
 
 
 def folder() -> Path:
@@ -35,19 +35,42 @@ def folder() -> Path:
     return base / "mended"
 
 
+def digest(*parts: object) -> bytes:
+    """What an entry is found by: these parts, the interpreter and the overlay's own files.
+
+    Raises OSError where the overlay has no files, as in an archive.
+    """
+    more = sys.version, sys.flags.optimize, importlib.util.MAGIC_NUMBER, __version__, _own_files()
+    return hashlib.sha256(repr((parts, more)).encode("utf-8", "surrogatepass")).digest()
+
+
 def key(source: bytes | str, filename: str, patches: Sequence[Patch], site: Site) -> bytes:
     """The digest of all that a module's mended code depends on. Raises OSError where the overlay has no files."""
-    parts = (
-        source if isinstance(source, bytes) else source.encode("utf-8", "surrogatepass"),
-        repr((filename, [p.name for p in patches], site.version, sorted(site.skipped), __version__)).encode(),
-        repr((sys.version, sys.flags.optimize, importlib.util.MAGIC_NUMBER, _own_files())).encode(),
-    )
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
+    text = source if isinstance(source, bytes) else source.encode("utf-8", "surrogatepass")
+    names = [patch.name for patch in patches]
+    return digest(hashlib.sha256(text).digest(), filename, names, site.version, sorted(site.skipped))
 
 
 def load(wanted: bytes, patches: Sequence[Patch]) -> Mended | None:
-    """The entry of that key; None where there is none that can be trusted."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError, EOFError, TypeError, KeyError):
+    """The mended code of that key; None where there is none that can be trusted."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        outcomes, code, decorated, added = recall(wanted)
+        named = {patch.name: patch for patch in patches}
+        made = tuple(Outcome(named[name], Verdict(kind, reason)) for name, kind, reason in outcomes)
+        return Mended(made, None, code, frozenset(decorated), added)
+    return None
+
+
+def save(wanted: bytes, mended: Mended) -> None:
+    """Keep mended code. What was refused or failed isn't kept: it may be mended tomorrow."""
+    if not any(o.refused or o.failed for o in mended.outcomes):
+        outcomes = [(o.patch.name, o.verdict.kind, o.verdict.reason) for o in mended.outcomes]
+        keep(wanted, (outcomes, mended.code, sorted(mended.decorated), dict(mended.added)))
+
+
+def recall(wanted: bytes) -> Any:
+    """The value of an entry; None where there is none that can be trusted."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError, EOFError, TypeError):
         place = folder()
         if not _ours_alone(os.lstat(place), stat.S_ISDIR):
             return None
@@ -57,21 +80,14 @@ def load(wanted: bytes, patches: Sequence[Patch]) -> Mended | None:
                 return None
             data = file.read()
         payload = data[2 * _DIGEST :]
-        if data[: 2 * _DIGEST] != wanted + hashlib.sha256(payload).digest():
-            return None
-        outcomes, code, decorated, added = marshal.loads(payload)
-        named = {patch.name: patch for patch in patches}
-        made = tuple(Outcome(named[name], Verdict(kind, reason)) for name, kind, reason in outcomes)
-        return Mended(made, None, code, frozenset(decorated), added)
+        if data[: 2 * _DIGEST] == wanted + hashlib.sha256(payload).digest():
+            return marshal.loads(payload)
     return None
 
 
-def save(wanted: bytes, mended: Mended) -> None:
-    """Keep an entry, whole or not at all. What was refused or failed isn't kept: it may be mended tomorrow."""
-    if any(o.refused or o.failed for o in mended.outcomes):
-        return
-    outcomes = [(o.patch.name, o.verdict.kind, o.verdict.reason) for o in mended.outcomes]
-    payload = marshal.dumps((outcomes, mended.code, sorted(mended.decorated), dict(mended.added)))
+def keep(wanted: bytes, value: Any) -> None:
+    """Write an entry, whole or not at all. The value is of what marshal knows."""
+    payload = marshal.dumps(value)
     with contextlib.suppress(OSError, RuntimeError):
         place = folder()
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -99,8 +115,7 @@ def _ours_alone(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
 @functools.cache
 def _own_files() -> list[tuple[str, int, int]]:
     """Name, size and time of the files that decide what an edit does, as this process found them first."""
-    engine = Path(__file__).parent
-    patches = sys.modules.get("vllm_rocm_fixes.patches")
-    folders = [engine, *map(Path, getattr(patches, "__path__", ()))]
+    patches = importlib.util.find_spec(f"{__package__}.patches")
+    folders = [Path(__file__).parent, *map(Path, (patches and patches.submodule_search_locations) or ())]
     entries = [entry for place in folders for entry in os.scandir(place) if entry.name.endswith(".py")]
     return sorted((entry.path, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .installed import missing, path_of, version
-from .mend import Mended, Outcome, mend
-from .patch import Patch, Site, unknown
+from .mend import mend
+from .patch import Mended, Outcome, Patch, Site, unknown
 
 
 @dataclass(frozen=True)

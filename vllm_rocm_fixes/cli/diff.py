@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from . import Stop, add_command, add_names, add_vllm_option, installation, selected
 
 if TYPE_CHECKING:
-    from ..mend import Outcome
+    from ..patch import Outcome
     from . import Subparsers
 
 TEXT = """\

@@ -15,7 +15,7 @@ from . import add_command, add_vllm_option, installation, selected
 if TYPE_CHECKING:
     from ..guards import Guard
     from ..installed import Installation
-    from ..mend import Outcome
+    from ..patch import Outcome
     from . import Subparsers
 
 TEXT = """\

@@ -1,0 +1,47 @@
+"""The series in a process: its names at once, the file of a patch when the patch has to look at a tree.
+
+Where everything is mended already, and the code lies in the store, a start reads none of the patches' files.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from . import store
+from .patch import Patch, Site, Verdict
+
+
+def load() -> tuple[Patch, ...]:
+    """The patches, in order; those of a warm start import their files when they are first asked."""
+    try:
+        key = store.digest("series")
+    except OSError:  # the overlay lies in an archive
+        return _real()
+    rows = store.recall(key)
+    if rows is None:
+        series = _real()
+        told = [(p.name, p.module, p.summary, p.origin, p.since, p.until) for p in series]
+        store.keep(key, [(row, bool(patch.refuse)) for row, patch in zip(told, series, strict=True)])
+        return series
+    return tuple(_late(number, told, refuses) for number, (told, refuses) in enumerate(rows))
+
+
+def _real() -> tuple[Patch, ...]:
+    from .patches import SERIES  # type: ignore[import-not-found]  # a folder of that name only once it is installed
+
+    series: tuple[Patch, ...] = SERIES
+    return series
+
+
+def _late(number: int, told: tuple[str, str, str, tuple[str, ...], str, str | None], refuses: bool) -> Patch:
+    def examine(tree: ast.Module) -> Verdict:
+        return _real()[number].examine(tree)
+
+    def mend(tree: ast.Module) -> None:
+        _real()[number].mend(tree)
+
+    def refuse(site: Site) -> str | None:
+        ask = _real()[number].refuse
+        return ask(site) if ask else None
+
+    return Patch(*told, examine, mend, refuse if refuses else None)
