@@ -196,7 +196,7 @@ BRANCHES_MENDED = BRANCHES.replace('"stock', '"mended')
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_definition_that_unused_is_left_out_and_the_others_follow(taken):
+def test_a_definition_that_never_ran_is_left_out_and_the_others_follow(taken):
     stock, mended = (text.replace("TAKEN", str(taken)) for text in (BRANCHES, BRANCHES_MENDED))
     goods = load(stock.replace(str(taken), f"sys.maxsize {'>' if taken else '<'} 0"))
     done = mend(goods, mended.replace(str(taken), "sys.maxsize"), stock.replace(str(taken), "sys.maxsize"))
@@ -213,7 +213,7 @@ def test_a_definition_that_unused_is_left_out_and_the_others_follow(taken):
 
 
 @pytest.mark.parametrize("how", ["replaced", "wrapped", "taken away", "class"])
-def test_somebody_elses_function_in_a_branch_is_not_taken_for_one_that_unused(how):
+def test_somebody_elses_function_in_a_branch_is_not_taken_for_one_that_never_ran(how):
     stock, mended = (text.replace("TAKEN", "True") for text in (BRANCHES, BRANCHES_MENDED))
     goods = load(stock)
     kept = goods.only_if
