@@ -1,8 +1,8 @@
 """Eleven releases start on the stand-in node: with the overlay no step imports a package too early or asks for the GPU.
 
-`make contract` does it for every release, set of packages and step, each step in a process of its own. Here the steps
-of a start share one process; the configurations of further models are made in the two releases of WHOLE, and a start
-with fewer packages leaves out what the full one has shown.
+`make contract` does it for every release and step, each step in a process of its own. Here the steps of a start share
+one process; the configurations of further models are made in the two releases of WHOLE, and a start with fewer packages
+(those of an image, those that pip installs) leaves out what the full one has shown.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ RELEASES = (
 )
 WHOLE = ("0.23.0", "0.33.0")
 MOST = tuple(step for step in STEPS if step not in ("config moe", "config mla", "config quark"))
-# Mori, or its absence, made a difference to TileLang and HIP from 0.20.0 to 0.27.1 (vLLM #51151).
-FEWER = (("0.20.2", "pip"), ("0.23.0", "image"), ("0.27.1", "pip"), ("0.33.0", "image"))
 SHORT = ("config fp8", "worker", "sampler", "jit_monitor")
 RED = ("config fp8", "sampler")  # what is enough to see stock's defects
 FULL = [
     Job(release, "everything", overlay=True, together=True, steps=STEPS if release in WHOLE else MOST)
     for release in RELEASES
 ]
-PART = [Job(release, packages, overlay=True, together=True, steps=SHORT) for release, packages in FEWER]
+PART = [
+    Job(release, packages, overlay=True, together=True, steps=SHORT)
+    for release in RELEASES
+    for packages in ("image", "pip")
+]
 STOCK = [Job(release, "everything", overlay=False, together=True, steps=RED) for release in RELEASES]
 
 
