@@ -12,6 +12,7 @@ Origin: vLLM #32902 (0.16.0). Delete this file when 0.16.0 is the oldest support
 from __future__ import annotations
 
 import ast
+import sys
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import class_, find, imports, place, statements
@@ -52,6 +53,19 @@ def _early(tree: ast.Module) -> list[ast.If]:
         for _, s in statements(tree.body)
         if isinstance(s, ast.If) and imports(s, "aiter") and [ast.unparse(x) for x in s.body] == _KNOWN
     ]
+
+
+def behaves() -> str | None:
+    """What is wrong with this process's type of fp8; None: nothing. `vllm-rocm-fixes verify` asks, in a child."""
+    from vllm.platforms import current_platform
+
+    from vllm_rocm_fixes.checks import imported
+
+    if imported(PATCH.module, "aiter"):
+        return "importing it imported AITER"
+    known = vars(sys.modules[PATCH.module])
+    right = _NAME not in known or known[_NAME] == current_platform.fp8_dtype()
+    return None if right else f"{_NAME} isn't the platform's fp8 type"
 
 
 PATCH = Patch(

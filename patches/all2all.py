@@ -14,6 +14,7 @@ Delete this file with all2all_utils.py.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
@@ -90,6 +91,31 @@ def _asked(statement: ast.stmt) -> str | None:
 def _checked(block: Block, statement: ast.stmt) -> bool:
     before = block[block.index(statement) - 1] if block.index(statement) else None
     return before is not None and ast.unparse(before).startswith("check(self, ")
+
+
+def behaves() -> str | None:
+    """What is wrong with what a manager says whose package is missing; None: nothing.
+
+    `vllm-rocm-fixes verify` asks, in a child.
+    """
+    manager = getattr(sys.modules[PATCH.module], "DeepEPHTAll2AllManager", None)
+    if manager is None:
+        from vllm_rocm_fixes.checks import CannotAsk
+
+        raise CannotAsk("this vLLM has no manager of DeepEP")
+    there = sys.modules.get("deep_ep")
+    sys.modules["deep_ep"] = None  # type: ignore[assignment]  # as if it weren't installed
+    try:
+        manager(None)
+    except ImportError as error:
+        return None if error.name == "deep_ep" else f"the manager of DeepEP says nothing of its package: {error}"
+    except Exception as error:
+        return f"the manager of DeepEP doesn't say that its package is missing: {type(error).__name__}: {error}"
+    finally:
+        del sys.modules["deep_ep"]
+        if there is not None:
+            sys.modules["deep_ep"] = there
+    return "the manager of DeepEP doesn't ask for its package"
 
 
 PATCH = Patch(

@@ -14,6 +14,7 @@ Delete this file when upstream imports it late.
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 from vllm_rocm_fixes.late import BINDER, movable
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
@@ -126,6 +127,27 @@ def _strange(tree: ast.Module, attempt: ast.Try) -> str | None:
 def _attempt(tree: ast.Module) -> ast.Try | None:
     found = [s for _, s in statements(tree.body) if isinstance(s, ast.Try) and imports(s, "flash_attn")]
     return found[0] if len(found) == 1 and len(found[0].handlers) == 1 and not found[0].orelse else None
+
+
+def behaves() -> str | None:
+    """What is wrong with importing it beside a flash-attention that doesn't load; None: nothing.
+
+    `vllm-rocm-fixes verify` asks, in a child.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_rocm_fixes.checks import CannotAsk, broken, import_again
+
+    if not current_platform.is_rocm():
+        raise CannotAsk("this isn't ROCm, and flash_attn isn't asked for")
+    with broken(*_PACKAGES) as asked:
+        try:
+            copy: Any = import_again(PATCH.module)
+        except Exception as error:
+            return f"beside a flash_attn that doesn't load it can't be imported: {type(error).__name__}: {error}"
+        if asked:
+            return f"importing it imported {asked[0]}"
+        return "a flash_attn that doesn't load counts as there" if copy.is_flash_attn_varlen_func_available() else None
 
 
 PATCH = Patch(

@@ -23,6 +23,8 @@ import importlib
 import importlib.util
 import logging
 import sys
+import tempfile
+from pathlib import Path
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
@@ -170,6 +172,30 @@ def _inspections(tree: ast.Module) -> list[tuple[str, Block, ast.Import, list[as
                 if tests and len(used) == len(tests):
                     found.append((probe.name, block, statement, tests))
     return found
+
+
+def behaves() -> str | None:
+    """What is wrong with looking for a package that is installed and doesn't load; None: nothing.
+
+    `vllm-rocm-fixes verify` asks, in a child.
+    """
+    from vllm_rocm_fixes.checks import CannotAsk
+
+    name = "rocm_fixes_of_this_check"
+    with tempfile.TemporaryDirectory() as folder:
+        code = "import sys\nsys.rocm_fixes_asked = True\nraise ImportError('its library does not load')\n"
+        Path(folder, f"{name}.py").write_text(code)
+        sys.path.insert(0, folder)
+        try:
+            importlib.invalidate_caches()
+            there = sys.modules[PATCH.module]._has_module(name)
+            if hasattr(sys, "rocm_fixes_asked"):
+                if _trial(name) is None:
+                    raise CannotAsk("no child process can be started, and stock's own way answers")
+                return "looking for a package imported it in this process"
+            return "a package that doesn't load counts as there" if there else None
+        finally:
+            sys.path.remove(folder)
 
 
 PATCH = Patch(

@@ -62,6 +62,19 @@ def is_wanted() -> bool:
     return not current_platform.is_rocm() or sys.modules.get("tilelang") is not None
 
 
+def behaves() -> str | None:
+    """What is wrong with activating the monitor; None: nothing. `vllm-rocm-fixes verify` asks, in a child."""
+    from vllm.platforms import current_platform
+
+    from vllm_rocm_fixes.checks import CannotAsk, broken
+
+    if not current_platform.is_rocm():
+        raise CannotAsk("this isn't ROCm, and TileLang is watched as in stock")
+    with broken("tilelang") as asked:  # the real one stays out of this process
+        sys.modules[PATCH.module].activate()
+    return "activate() imports TileLang" if asked else None
+
+
 PATCH = Patch(
     name="jit_monitor",
     module="vllm.utils.jit_monitor",

@@ -156,6 +156,21 @@ def _is_opaque(tree: ast.Module, name: str) -> bool:
     return False
 
 
+def behaves() -> str | None:
+    """What is wrong in this process, which imported the module; None: nothing.
+
+    `vllm-rocm-fixes verify` asks, in a child.
+    """
+    from vllm_rocm_fixes.checks import CannotAsk, imported
+
+    if not imported(PATCH.module, "aiter"):
+        return None
+    answers = has_kernel("mhc_fused_post_pre"), takes_norm("mhc_pre"), takes_norm("mhc_fused_post_pre")
+    if None in answers:
+        raise CannotAsk("AITER's source doesn't tell what it has, and it is imported as in stock")
+    return "importing it imported AITER"
+
+
 PATCH = Patch(
     name="mhc",
     module="vllm.model_executor.layers.mhc",

@@ -13,6 +13,7 @@ Delete this file when 0.21.0 is the oldest supported release.
 from __future__ import annotations
 
 import ast
+import sys
 
 from vllm_rocm_fixes.late import BINDER
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
@@ -108,6 +109,22 @@ def _readers(tree: ast.Module) -> list[tuple[Block, ast.stmt]]:
         if isinstance(statement, Function) and reads(statement):
             look(statement.body)
     return found
+
+
+def behaves() -> str | None:
+    """What is wrong in this process, where no MLA layer was made; None: nothing.
+
+    `vllm-rocm-fixes verify` asks, in a child.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_rocm_fixes.checks import CannotAsk
+
+    if not current_platform.is_rocm():
+        raise CannotAsk("this isn't ROCm, and flash_attn isn't asked for")
+    known = vars(sys.modules[PATCH.module])
+    bound = _NAME in known and not str(getattr(known[_NAME], "__module__", "")).startswith("vllm.")
+    return "importing it asked for flash_attn" if bound else None
 
 
 PATCH = Patch(

@@ -12,6 +12,7 @@ Origin: vLLM #33941, #35069 (0.17.0). Delete this file when 0.17.0 is the oldest
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import re
@@ -137,6 +138,21 @@ def capability() -> tuple[int, int] | None:
     """The device capability as HIP gives it, such as (9, 4) for gfx942; None where amdsmi can't tell."""
     name = architecture()
     return (int(name[3:-2]), int(name[-2], 16)) if name else None
+
+
+def behaves() -> str | None:
+    """What is wrong with the platform's answers; None: nothing. `vllm-rocm-fixes verify` asks, in a child."""
+    from vllm_rocm_fixes.checks import CannotAsk, without_gpu
+
+    if architecture() is None:
+        raise CannotAsk("amdsmi tells no architecture that all GPUs have, and torch is asked as in stock")
+    rocm = importlib.import_module(PATCH.module).RocmPlatform
+    for question in ("supports_mx", "supports_fp8", "is_fp8_fnuz", "get_device_capability"):
+        with without_gpu() as asked, contextlib.suppress(Exception):
+            getattr(rocm, question)()
+        if asked:
+            return f"{question}() asks {asked[0]}"
+    return None
 
 
 PATCH = Patch(

@@ -11,6 +11,9 @@ Origin: vLLM #40081, #41596; 0.27.0 dropped the warning. Delete this file when 0
 from __future__ import annotations
 
 import ast
+import importlib.util
+import subprocess
+import sys
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import Function, find, function, parse_expression, statements
@@ -50,6 +53,32 @@ def _said(tree: ast.Module) -> list[ast.Call]:
                 seen.add(name)
                 running += called.body
     return list({id(call): call for call in found}.values())
+
+
+_CHILD = """
+import amdsmi, torch, types
+def no_answer(*_):
+    raise amdsmi.AmdSmiException("no answer")
+amdsmi.amdsmi_get_gpu_asic_info = no_answer
+torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(gcnArchName="gfx942")  # the GPU isn't asked
+from vllm.platforms import current_platform
+assert current_platform.is_rocm()
+"""
+
+
+def behaves() -> str | None:
+    """What is wrong where amdsmi gives no architecture, which another child tries; None: nothing.
+
+    `vllm-rocm-fixes verify` asks, in a child.
+    """
+    from vllm_rocm_fixes.checks import CannotAsk
+
+    if importlib.util.find_spec("amdsmi") is None:
+        raise CannotAsk("amdsmi isn't installed here")
+    command = [sys.executable, "-c", _CHILD]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    last = done.stderr.strip().rpartition("\n")[2]
+    return f"where amdsmi gives no architecture: {last}" if done.returncode else None
 
 
 PATCH = Patch(

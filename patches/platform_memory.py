@@ -17,6 +17,7 @@ import ast
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,33 @@ def _address(properties: dict[str, str]) -> str:
     """The PCI address as amdsmi writes it, domain:bus:device.function, from the driver's location_id and domain."""
     where, domain = int(properties.get("location_id", 0)), int(properties.get("domain", 0))
     return f"{domain:04x}:{where >> 8 & 0xFF:02x}:{where >> 3 & 0x1F:02x}.{where & 7:x}"
+
+
+def behaves() -> str | None:
+    """What is wrong with what the platform says of GPU 0; None: nothing. `vllm-rocm-fixes verify` asks, in a child."""
+    from unittest.mock import patch
+
+    from vllm_rocm_fixes.checks import CannotAsk, without_gpu
+
+    rocm: Any = importlib.import_module(PATCH.module).RocmPlatform
+    most, said = 1 << 60, None  # no GPU has as much
+    try:
+        with _amdsmi(rocm.device_id_to_physical_device_id(0)):
+            pass
+    except Exception as error:
+        raise CannotAsk(f"amdsmi doesn't know GPU 0: {type(error).__name__}: {error}") from None
+    with without_gpu() as asked, patch.object(sys.modules[__name__], "_from_driver", lambda _: most):
+        if total_memory(rocm, 0) is None:
+            raise CannotAsk("GPU 0 is named by its UUID, and torch is asked as in stock")
+        with contextlib.suppress(Exception):
+            said = rocm.get_device_total_memory(0)
+    if asked or said != most:
+        return f"it asks {asked[0]}" if asked else "what the driver says isn't counted"
+    with without_gpu() as asked, contextlib.suppress(Exception):
+        rocm.get_device_total_memory(0)
+    if asked:
+        raise CannotAsk("neither the driver nor amdsmi tells the memory of GPU 0, and torch is asked as in stock")
+    return None
 
 
 PATCH = Patch(

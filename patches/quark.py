@@ -107,6 +107,14 @@ def aiter_is_installed() -> bool:
     return sys.modules.get("aiter") is not None or importlib.util.find_spec("aiter") is not None
 
 
+def behaves() -> str | None:
+    """What is wrong in this process, which made no scheme; None: nothing. `vllm-rocm-fixes verify` asks, in a child."""
+    from vllm_rocm_fixes.checks import imported
+
+    found = imported(PATCH.module, "aiter")
+    return f"importing it imported {', '.join(found)}" if found else None
+
+
 PATCH = Patch(
     name="quark",
     module="vllm.model_executor.layers.quantization.quark.schemes.quark_ocp_mx",

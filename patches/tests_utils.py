@@ -13,8 +13,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_rocm_fixes.patch import Patch, Verdict, absent, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
@@ -212,6 +213,26 @@ def _clean(environment: MutableMapping[str, str]) -> None:
         del environment["PYTHONPATH"]
     elif before and after != before:
         environment["PYTHONPATH"] = after
+
+
+def behaves() -> str | None:
+    """What is wrong with the PYTHONPATH of a server that vLLM's tests start; None: nothing.
+
+    `vllm-rocm-fixes verify` asks, in a child. No server is started.
+    """
+    import subprocess
+    from unittest.mock import patch
+
+    tvm = os.path.join(os.sep, "nowhere", *_TAIL)
+    similar = f"{tvm}-of-mine"
+    helpers: Any = sys.modules[PATCH.module]
+    server: Any = object.__new__(helpers.RemoteOpenAIServer)
+    with patch.object(subprocess, "Popen") as start:
+        server._start_server("model", [], {"PYTHONPATH": os.pathsep.join((tvm, similar))})
+    given = start.call_args.kwargs["env"].get("PYTHONPATH", "").split(os.pathsep)
+    if tvm in given:
+        return "a server that a test starts gets TileLang's folder in PYTHONPATH"
+    return None if similar in given else "a server that a test starts misses an entry of PYTHONPATH"
 
 
 PATCH = Patch(

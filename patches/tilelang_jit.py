@@ -12,7 +12,9 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import sys
 from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
@@ -88,6 +90,30 @@ class LateKernel:
         if name in ("_call", "_late_kernel") or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self._late_kernel(), name)
+
+
+def behaves() -> str | None:
+    """What is wrong with a kernel that is decorated late, with a TileLang made for this; None: nothing.
+
+    `vllm-rocm-fixes verify` asks, in a child.
+    """
+    from unittest.mock import patch
+
+    from vllm.platforms import current_platform
+
+    from vllm_rocm_fixes.checks import CannotAsk
+
+    if not current_platform.is_rocm():
+        raise CannotAsk("this isn't ROCm, and kernels are decorated early")
+    utils: Any = sys.modules[PATCH.module]
+    compiled = SimpleNamespace(compile=lambda: None)
+    tilelang = SimpleNamespace(jit=lambda **_: lambda function: compiled)
+    with patch.multiple(utils, tilelang=tilelang, T=tilelang, _get_pass_configs=dict):
+        kernel = utils.tilelang_jit(FunctionType((lambda: None).__code__, {}))
+        try:
+            return None if kernel.compile is compiled.compile else "a late kernel's compile() isn't TileLang's"
+        except AttributeError as error:
+            return f"a late kernel has no compile(): {error}"
 
 
 PATCH = Patch(

@@ -12,7 +12,9 @@ Delete this file when the helpers don't import the models' files.
 from __future__ import annotations
 
 import ast
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import Function, calls, find, function, insert_before, parse_statements
@@ -50,6 +52,33 @@ def _searches(tree: ast.Module) -> list[tuple[Function, ast.ImportFrom]]:
             if (imported.module or "").startswith(_MODELS) and used and all(id(n) in asked for n in used):
                 found.append((search, imported))
     return found
+
+
+_FILES = {  # what a warm-up must leave alone where another model is loaded
+    "qwen_vl_warmup": "vllm.model_executor.models.qwen3_vl",
+    "step5_warmup": "vllm.models.step5.nvidia.sparse_attention",
+}
+
+
+def behaves(patch: Patch) -> str | None:
+    """What is wrong with this warm-up, run for a model without any layer; None: nothing.
+
+    `vllm-rocm-fixes verify` asks, in a child.
+    """
+    import torch
+
+    from vllm_rocm_fixes.checks import CannotAsk
+
+    file, entry = _FILES[patch.name], patch.module.rpartition(".")[2]
+    if file in sys.modules:
+        raise CannotAsk(f"{file} was there already")
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    worker = SimpleNamespace(get_model=torch.nn.Identity, device=torch.device("cpu"), vllm_config=config)
+    try:
+        getattr(sys.modules[patch.module], entry)(worker)
+    except ImportError as error:
+        return f"for another model it fails: {error}"
+    return f"for another model it imported {file}" if file in sys.modules else None
 
 
 QWEN_VL = Patch(

@@ -67,7 +67,10 @@ def test_this_machines_own_platform():
     status, report = run("real")
     assert report["real"] and report["gpu"]["platform"] == "CpuPlatform" and "no AMD GPU" in report["node"]
     assert report["without"]["outcomes"] == report["with"]["outcomes"] == {"vllm.config": "ok", "config dense": "ok"}
-    assert report["patches"]["platform_memory"]["note"] == "stock can't import its module here either"
+    assert report["patches"]["platform_memory"]["note"].startswith("stock can't import its module here either (")
+    asked = {name: report["patches"][name]["asked"] for name in ("sampler", "import_utils", "all2all", "fa_utils")}
+    assert asked == dict.fromkeys(asked, "yes") | {"fa_utils": "this isn't ROCm, and flash_attn isn't asked for"}
+    assert report["unproven"].startswith("Nothing here is proven on an AMD node or with a real /dev/kfd")
     assert report["wrong"] == [] and status == 0
 
 
@@ -77,6 +80,9 @@ def test_lines_for_a_person():
     text = "\n".join(verify._lines({**report, **sides, "cost": {"tilelang": {"seconds": 0.63, "megabytes": 86}}}))
     assert "tilelang 0.63 s and 86 MB" in text and "STEP" in text
     assert "NOT SO: with the overlay, sampler still imports aiter" in text
+    assert "Nothing here is proven on an AMD node or with a real /dev/kfd" in text
+    [line] = [line for line in text.splitlines() if line.startswith("aiter_ops ")]
+    assert line.endswith(" applied, the code in memory is the mended one; its own check passes")
 
 
 def test_the_behaviour_checks_can_fail(tmp_path):

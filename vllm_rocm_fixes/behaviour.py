@@ -2,14 +2,19 @@
 
 `vllm-rocm-fixes verify` runs it as a child. vLLM's plugins are loaded as vLLM does it, the module of every patch is
 imported, and then nothing is taken on trust: the functions that live in this process are compared with what stock and
-what the mended tree compile to. A patch whose file has a function `behaves()` is asked too; it returns what is wrong in
-words, or None.
+what the mended tree compile to. Then the patch's own check is asked, `behaves()` in its file. It says in words what is
+wrong, or None, and raises CannotAsk where this machine has no answer: see checks.py.
+
+A check asks a part of what its patch promises: what can be asked here without a GPU, a model or a server. All of it is
+tested against stock in tests/. Beyond that part, the comparison of the functions is all that is looked at.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -20,35 +25,70 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from .checks import CannotAsk, watch
 from .importing import Loader, source_of
 from .live import functions, same
-from .mend import Mended, mend
+from .mend import mend
+from .patch import Mended, Patch
 from .process import Process
 
 CLAIMS = ("applied", "waiting")
+# Imports each module in a fork of its own: what one that fails leaves behind isn't the other's fault.
+_STOCK = """
+import importlib, json, os, sys
+importlib.import_module("vllm.plugins").load_general_plugins()
+try:
+    importlib.import_module("vllm.config")  # what they have in common, once
+except BaseException:
+    pass
+failing = []
+for module in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(module)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failing.append(module)
+print(json.dumps(failing))
+"""
 
 
 def main(file: str) -> None:
     """Look at every patch of the series, and write what was found."""
     from . import current
 
+    watch()
     importlib.import_module("vllm.plugins").load_general_plugins()
     process = current()
     if not process.results:
         process.register()  # no door was open: then this says what the overlay would have done, and verify that
-    found = {}
-    for name, before in list(process.results.items()):
+    found: dict[str, dict[str, str | None]] = {}
+    broken: dict[str, list[str]] = {}
+    # vLLM's own test helpers come last: they import much of vLLM, as pytest would.
+    for name, before in sorted(process.results.items(), key=lambda item: not item[1].patch.module.startswith("vllm.")):
         module = before.patch.module
-        claimed = before.state in CLAIMS and module.startswith("vllm.")  # tests.utils is for pytest to import
-        wrong = _import(module) if claimed else None
-        note = "stock can't import its module here either" if wrong and _stock_fails(module) else None
+        claimed, note, asked = before.state in CLAIMS, None, None
+        if claimed and not module.startswith("vllm.") and not _is_here(module, process.site.root):
+            claimed, note = False, "it can be imported in vLLM's checkout only"
+        wrong = failed = _import(module) if claimed else None
         result = process.results[name]
-        if claimed and not wrong:
+        if claimed and not failed:
             wrong = holds(process, sys.modules[module])
         if wrong is None and result.state == "applied" and module in sys.modules:
-            wrong = _behaves(result.patch.examine.__module__)
-        wrong = None if note else wrong
-        found[name] = {"module": module, "state": result.state, "reason": result.reason, "wrong": wrong, "note": note}
+            asked, wrong = _asked(result.patch)
+        if failed:
+            broken.setdefault(module, []).append(name)
+        found[name] = {"module": module, "state": result.state, "reason": result.reason}
+        found[name] |= {"wrong": wrong, "note": note, "asked": asked}
+    for module in _stock_fails(list(broken)):
+        for name in broken[module]:
+            found[name] |= {
+                "note": f"stock can't import its module here either ({found[name]['wrong']})",
+                "wrong": None,
+            }
     doors = [
         point for point, called in (("registered", process._registered), ("prepared", process._prepared)) if called
     ]
@@ -75,23 +115,33 @@ def holds(process: Process, module: ModuleType) -> str | None:
     for item in gc.get_objects():
         if type(item) is FunctionType and item.__globals__ is vars(module):
             alive.setdefault(item.__qualname__, []).append(item.__code__)
-    changed = list(_changed(stock, mended.code))
-    for name, was, becomes in changed:
+    becomes, changed = _by_name(mended.code), list(_changed(stock, mended.code))
+    for name, was in changed:
         codes = alive.get(name, [])
         if was is not None and any(same(code, was) for code in codes):
             return f"{name} runs stock's code"
-        if codes and not any(same(code, becomes) for code in codes):
+        if codes and not any(same(code, one) for code in codes for one in becomes[name]):
             return f"{name} runs neither stock's code nor the mended one"
     if not changed and not ours:
         return "what differs stands at module scope, and that had run before"
     return None
 
 
-def _changed(stock: CodeType, mended: CodeType) -> Iterator[tuple[str, CodeType | None, CodeType]]:
-    before = dict(functions(stock))
-    for name, code in functions(mended):
-        if name not in before or not same(before[name], code):
-            yield name, before.get(name), code
+def _changed(stock: CodeType, mended: CodeType) -> Iterator[tuple[str, CodeType | None]]:
+    """The names of functions that the mended tree has anew or different, with stock's code."""
+    before = _by_name(stock)
+    for name, codes in _by_name(mended).items():
+        gone = [was for was in before.get(name, ()) if not any(same(was, code) for code in codes)]
+        if gone or name not in before:
+            yield name, gone[0] if gone else None
+
+
+def _by_name(code: CodeType) -> dict[str, list[CodeType]]:
+    """A name's functions: it may be defined more than once, such as for each platform."""
+    found: dict[str, list[CodeType]] = {}
+    for name, function in functions(code):
+        found.setdefault(name, []).append(function)
+    return found
 
 
 def _import(module: str) -> str | None:
@@ -103,25 +153,42 @@ def _import(module: str) -> str | None:
     return None
 
 
-def _stock_fails(module: str) -> bool:
-    """Whether the module can't be imported without the overlay; ROCm's platform can't beside a CPU torch."""
-    code = "import importlib, sys; importlib.import_module('vllm.plugins').load_general_plugins(); "
-    code += "importlib.import_module(sys.argv[1])"
-    environ = {**os.environ, "ROCM_FIXES": "off"}
-    done = subprocess.run([sys.executable, "-c", code, module], env=environ, capture_output=True, check=False)
-    return done.returncode != 0
+def _stock_fails(modules: list[str]) -> list[str]:
+    """Those that can't be imported without the overlay; ROCm's platform can't beside a CPU torch."""
+    if not modules:
+        return []
+    command, environ = [sys.executable, "-c", _STOCK, *modules], {**os.environ, "ROCM_FIXES": "off"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    failing: list[str] = json.loads(done.stdout.strip().rpartition("\n")[2]) if done.returncode == 0 else modules
+    return failing
 
 
-def _behaves(file: str) -> str | None:
-    check = getattr(sys.modules[file], "behaves", None)
-    if check is None:
-        return None
+def _is_here(module: str, root: Path | None) -> bool:
+    """Whether a module that isn't part of the package vllm is that of the vLLM which is looked at."""
     try:
-        said: str | None = check()
+        spec = importlib.util.find_spec(module)
+    except Exception:
+        return False
+    return bool(spec and spec.origin and root and Path(spec.origin).is_relative_to(root))
+
+
+def _asked(patch: Patch) -> tuple[str | None, str | None]:
+    """Whether the patch's own check could be asked ("yes", or why not; None: it has none), and what is wrong."""
+    from .patches import SERIES  # type: ignore[import-not-found]  # a folder of that name only once it is installed
+
+    patch = next((real for real in SERIES if real.name == patch.name), patch)  # a warm start's isn't the file's own
+    file = sys.modules[getattr(patch.mend, "func", patch.mend).__module__]  # some are partial
+    check: Any = getattr(file, "behaves", None)
+    if check is None:
+        return None, None
+    try:
+        # One file may hold several patches: its check is told which.
+        return "yes", check(patch) if inspect.signature(check).parameters else check()
+    except CannotAsk as reason:
+        return str(reason), None
     except BaseException as error:
         traceback.print_exc()
-        return f"its behaviour check broke: {type(error).__name__}: {error}"
-    return said
+        return None, f"its behaviour check broke: {type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ KFD = "/dev/kfd"
 
 _TEXT = """\
 Versions are read from metadata: nothing is imported. Each finding comes with what to do. A note is worth knowing, and
-no reason to act.
+no reason to act. No AMD node was available while this was made: what is said of /dev/kfd and of mapped HIP runtimes
+was never checked on one.
 
 Exit status: 0 nothing found, or notes only; 1 something was found."""
 
@@ -553,6 +554,8 @@ def _lines(node: Node, process: _Process | None, findings: list[Finding]) -> Ite
     if process:
         yield ""
         yield from process.lines()
+    yield ""
+    yield "doctor was made without an AMD node: nothing it says was checked with a real /dev/kfd."
     for finding in findings:
         yield ""
         yield f"{'Note' if finding.note else 'FOUND'}: {finding.what}"

@@ -29,12 +29,18 @@ _TEXT = """\
 Child processes go through vLLM's import path step by step: configurations, the worker, the sampler, a forked and a
 spawned child. Each step tells what it imported too early and whether it asked for a GPU, with the overlay off and on.
 Without --real that happens on a stand-in MI300X with stand-in packages, on any machine: no GPU is used. With --real it
-is this machine's own platform and packages. (--real was tried on vLLM's CPU platform; no AMD node was available.)
+is this machine's own platform and packages.
 
 Then, in another child, each patch that claims to be applied is looked at: the functions in memory are compared with
-what the mended tree compiles to.
+what the mended tree compiles to, and the patch's own check is asked, which does what a user would do with that module.
+A check that has no answer on this machine says why.
+
+No AMD node was available while this was made: --real was tried on vLLM's CPU platform only, and nothing was proven
+with a real /dev/kfd. The report says so too, where this machine has none.
 
 Exit status: 0 everything that is claimed is so; 1 something isn't, and the last lines say what."""
+_UNPROVEN = "Nothing here is proven on an AMD node or with a real /dev/kfd: that takes --real on a node that has one"
+_UNPROVEN_REAL = "This command was never tried on an AMD node, or with a real /dev/kfd, before this one"
 SETS = {"image": node.IMAGE, "pip": node.PIP, "all": node.EVERYTHING}
 # Steps that don't need a GPU; the others of STEPS are for a node that has one, stand-in or real.
 _CHILDREN = ("children", "forked child", "spawned child")
@@ -153,6 +159,7 @@ def _on_the_stand_in(args: argparse.Namespace, folder: Path, vllm: Installation,
         cost = {name: _measure(name) for name in sorted(saved)}
     return {
         "node": f"a stand-in MI300X with {', '.join(packages)}; no GPU is used",
+        "unproven": _UNPROVEN,
         "real": False,
         "without": without,
         "with": mended,
@@ -179,7 +186,8 @@ def _on_this_machine(args: argparse.Namespace, folder: Path, root: Path | None) 
     for seen in (s for cells in sides["without"].seen.values() for s in cells if s.what != GPU):
         cost.setdefault(seen.what, {"seconds": seen.seconds, "megabytes": seen.megabytes})
     machine = gpu.get("name") or f"this machine, vLLM's {gpu.get('platform', 'platform unknown')}; there is no AMD GPU"
-    return {"node": machine, "real": True, "gpu": gpu, **sides, "cost": cost, **_patches(environ, folder, args.limit)}
+    told = {"node": machine, "unproven": _UNPROVEN_REAL if gpu.get("kfd") and gpu.get("hip") else _UNPROVEN}
+    return {**told, "real": True, "gpu": gpu, **sides, "cost": cost, **_patches(environ, folder, args.limit)}
 
 
 def _traced(folder: Path, environ: Mapping[str, str], steps: Sequence[str], limit: float) -> Side:
@@ -309,6 +317,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     without, mended = report["without"], report["with"]
     yield f"vLLM {report['vllm']['version']} in {report['vllm']['root']}"
     yield f"On {report['node']}"
+    yield report["unproven"]
     yield ""
     steps = [step for step in STEPS if step in without.outcomes or step in mended.outcomes]
     cells = [("STEP", "WITHOUT", "WITH"), *((step, without.cell(step), mended.cell(step)) for step in steps)]
@@ -343,7 +352,11 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
 def _checked(patch: Mapping[str, Any]) -> str:
     if patch["note"]:
         return f", not looked at: {patch['note']}"
-    return ", the code in memory is the mended one" if patch["state"] == "applied" and not patch["wrong"] else ""
+    if patch["state"] != "applied" or patch["wrong"]:
+        return ""
+    asked = {None: "it has no check of its own", "yes": "its own check passes"}
+    said = asked.get(patch["asked"], f"its own check can't be asked here: {patch['asked']}")
+    return f", the code in memory is the mended one; {said}"
 
 
 def _plain(value: object) -> Any:

@@ -81,6 +81,11 @@ def amdsmi_get_gpu_memory_usage(handle: str, kind: int) -> int:
     return 1 << 30
 
 
+def amdsmi_get_gpu_vram_usage(handle: str) -> dict[str, int]:
+    """Total and used memory, in megabytes; vLLM's tests wait for it to be free."""
+    return {"vram_total": TOTAL_MEMORY >> 20, "vram_used": 1 << 10}
+
+
 def amdsmi_topo_get_link_type(one: str, other: str) -> dict[str, int]:
     """One XGMI hop between any two GPUs."""
     return {"hops": 1, "type": AmdSmiLinkType.AMDSMI_LINK_TYPE_XGMI}
