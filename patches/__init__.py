@@ -8,9 +8,11 @@ from . import (
     all2all,
     all2all_utils,
     fa_utils,
+    flashinfer_comm,
     import_utils,
     jit_monitor,
     kernel_warmup,
+    layer_imports,
     mhc,
     mla_attention,
     platform_arch,
@@ -43,4 +45,6 @@ SERIES: tuple[Patch, ...] = (
     fa_utils.PATCH,
     mla_attention.PATCH,
     tilelang_jit.PATCH,
+    *layer_imports.PATCHES,
+    *flashinfer_comm.PATCHES,
 )

@@ -33,6 +33,8 @@ WANTED = {
     "platform_memory": ("0.14.1", "0.23.0", "0.24.0", "0.33.0"),
     "fa_utils": ("0.14.1", "0.25.1", "0.33.0"),
     "tilelang_jit": ("0.30.0",),
+    "layer_imports": ("0.14.1", "0.20.2", "0.21.0", "0.30.0", "0.33.0"),
+    "flashinfer_comm": ("0.14.1", "0.22.1", "0.33.0"),
     "regressions": ("0.23.0", "0.27.1", "0.33.0"),
 }
 RELEASES = tuple(dict.fromkeys(release for releases in WANTED.values() for release in releases))
@@ -535,6 +537,18 @@ def tilelang_jit(place: Path) -> dict:
 
 def _kernel(x):
     """A kernel."""
+
+
+def layer_imports(place: Path) -> dict:
+    import on_layers
+
+    return on_layers.layer_imports(place)
+
+
+def flashinfer_comm(place: Path) -> dict:
+    import on_layers
+
+    return on_layers.flashinfer_comm(place)
 
 
 def regressions(place: Path) -> dict:

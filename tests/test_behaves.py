@@ -32,6 +32,9 @@ STOCK = {
         "platform_memory": "it asks torch.cuda.get_device_properties",
         "platform_arch": "supports_mx() asks torch.cuda.get_device_properties",
         "fa_utils": "beside a flash_attn that doesn't load it can't be imported: OSError: libflash_attn.so",
+        "aiter_fa_old": "importing it asked for aiter",
+        "mla_common": "importing it asked for flash_attn",
+        "all2all_flashinfer": "importing it imported FlashInfer",
     },
     "0.20.2": {
         "import_utils": "a package that doesn't load counts as there",
@@ -43,6 +46,8 @@ STOCK = {
     "0.30.0": {
         "tilelang_jit": "a late kernel has no compile(): 'function' object has no attribute 'compile'",
         "tests_utils": "a server that a test starts misses an entry of PYTHONPATH",
+        "flashinfer_all_reduce": "importing it imported flashinfer",
+        "aiter_fa": "importing it asked for aiter",
     },
     "0.33.0": {
         "import_utils": "looking for a package imported it in this process",

@@ -34,7 +34,19 @@ from vllm_rocm_fixes.rewrite import same as same_tree
 from vllm_rocm_fixes.syntax import definitions as definitions_of
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")]
-RELEASES = ("0.14.0", "0.18.1", "0.22.1", "0.23.0", "0.26.0", "0.28.0", "0.30.0", "0.33.0", "0.28.1.dev202609011116")
+RELEASES = (
+    "0.14.0",
+    "0.18.1",
+    "0.20.2",
+    "0.21.0",
+    "0.22.1",
+    "0.23.0",
+    "0.26.0",
+    "0.28.0",
+    "0.30.0",
+    "0.33.0",
+    "0.28.1.dev202609011116",
+)
 MODULES = {}
 for _patch in SERIES:
     MODULES.setdefault(_patch.module, []).append(_patch)
@@ -166,7 +178,9 @@ def check_late_names(tree, code):
 
     for c in code.co_consts:
         if isinstance(c, CodeType) and c.co_name != BINDER:
-            look(c, set())
+            made = [i for i in c.co_consts if isinstance(i, CodeType) and i.co_name == "__init__"]
+            words = {w for i in made for w in i.co_consts if isinstance(w, str)}  # a method comes after its constructor
+            look(c, set().union(*(g for g in groups if g & words)))
 
 
 def is_group(node):
