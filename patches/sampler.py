@@ -47,6 +47,8 @@ from vllm_rocm_fixes.syntax import (
 )
 
 _LOG = logging.getLogger("vllm.rocm_fixes.sampler")
+_SERVED = "_rocm_fixes_served"  # this sampler has answered with AITER: the switch and the import are behind it
+_NOTHING = contextlib.nullcontext()
 _first = [True]  # AITER's sampler hasn't been called in this process
 _CLASS = "TopKTopPSampler"
 _IMPORT = "import aiter.ops.sampling"
@@ -68,26 +70,28 @@ def answer(sampler: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any
     kernel stands in for sampler.aiter_sample where stock calls another (gfx1250). After a failure, or where AITER's
     sampler is switched off, this sampler stays native. KeyboardInterrupt and a signal's SystemExit are raised.
     """
-    if not flag("ROCM_FIXES_AITER_SAMPLER", True):
+    served = getattr(sampler, _SERVED, False)  # what a request costs counts in microseconds
+    if not served and not flag("ROCM_FIXES_AITER_SAMPLER", True):
         if _stay_native(sampler):
             _LOG.info("AITER's sampler is switched off (ROCM_FIXES_AITER_SAMPLER): PyTorch's native sampler answers")
-    elif not getattr(sampler, "_aiter_ops_import_failed", False):
-        states = {i: generator.get_state() for i, generator in generators.items()}
+    elif served or not getattr(sampler, "_aiter_ops_import_failed", False):
+        states = {i: generator.get_state() for i, generator in generators.items()} if generators else {}
         doing = "its import failed"
         try:
             if kernel is None and getattr(sampler, "aiter_ops", None) is None:
                 import_module("aiter.ops.sampling")
                 sampler.aiter_ops = import_module("torch").ops.aiter
             doing = "its kernel failed"
-            with _watched():
-                if kernel is not None:
-                    return kernel(logits, generators), None
-                return sampler.aiter_sample(logits, k, p, generators), None
+            with _NOTHING if served else _watched():
+                tokens = kernel(logits, generators) if kernel else sampler.aiter_sample(logits, k, p, generators)
+            if not served:
+                setattr(sampler, _SERVED, True)
+            return tokens, None
         except (Exception, SystemExit) as error:
             if is_interruption(error):
                 raise
-            for i, generator in generators.items():
-                generator.set_state(states[i])  # a seed gives what it gives without AITER
+            for i, state in states.items():
+                generators[i].set_state(state)  # a seed gives what it gives without AITER
             _stay_native(sampler)
             reason = f"{type(error).__name__}: {error}"
             _LOG.warning("AITER's sampler is given up, %s (%s): PyTorch's native sampler answers", doing, reason)
@@ -100,7 +104,7 @@ def _watched() -> Any:
     wanted = _first and not read(["aiter_locks"]).skip
     _first.clear()
     if not wanted or "vllm_rocm_fixes.guards" not in sys.modules:
-        return contextlib.nullcontext()
+        return _NOTHING
     from vllm_rocm_fixes.guards import aiter_locks
 
     return aiter_locks.around()
@@ -110,6 +114,7 @@ def _stay_native(sampler: Any) -> bool:
     """Take AITER out of a sampler for good. False: it was out before."""
     fresh = not getattr(sampler, "_aiter_ops_import_failed", False)  # stock's own mark, from 0.24.0 on
     sampler._aiter_ops_import_failed = True
+    setattr(sampler, _SERVED, False)
     sampler.forward = sampler.forward_native
     return fresh
 
