@@ -85,10 +85,8 @@ def main(file: str) -> None:
         found[name] |= {"wrong": wrong, "note": note, "asked": asked}
     for module in _stock_fails(list(broken)):
         for name in broken[module]:
-            found[name] |= {
-                "note": f"stock can't import its module here either ({found[name]['wrong']})",
-                "wrong": None,
-            }
+            why = str(found[name]["wrong"]).partition(": ")[2]
+            found[name] |= {"note": f"stock can't import its module here either ({why})", "wrong": None}
     doors = [
         point for point, called in (("registered", process._registered), ("prepared", process._prepared)) if called
     ]
@@ -149,7 +147,7 @@ def _import(module: str) -> str | None:
         importlib.import_module(module)
     except BaseException as error:  # AITER ends processes with SystemExit
         traceback.print_exc()
-        return f"its module can't be imported: {type(error).__name__}: {error}"
+        return f"its module can't be imported: {type(error).__name__}: {' '.join(str(error).split())}"
     return None
 
 
