@@ -50,8 +50,8 @@ def test_what_a_module_does_while_it_is_imported(source):
 def shelf(folder, **changed):
     """The modules of the series out of 0.33.0, and changes: file (dots for slashes) -> function of its text."""
     stock = tree("0.33.0")
-    paths = [path_of(stock, patch.module) for patch in SERIES]
-    for name in ("setup.py", "vllm/__init__.py", *(str(path.relative_to(stock)) for path in paths)):
+    paths = [path_of(stock, patch.module) for patch in SERIES]  # None for one that is gone by then
+    for name in ("setup.py", "vllm/__init__.py", *(str(path.relative_to(stock)) for path in paths if path)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(stock / name, folder / name)
     for name, change in changed.items():
