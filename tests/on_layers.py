@@ -7,6 +7,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -194,16 +195,6 @@ COMMUNICATES = {
     "0.22.1": ("all2all_flashinfer", "allreduce_fusion", "flashinfer_all_reduce"),
     "0.33.0": ("allreduce_fusion", "flashinfer_all_reduce", "flashinfer_pcie_ipc"),
 }
-OPERATORS = (  # of vLLM's own library, which isn't here
-    "rms_norm",
-    "fused_add_rms_norm",
-    "rotary_embedding",
-    "silu_and_mul",
-    "static_scaled_fp8_quant",
-    "dynamic_scaled_fp8_quant",
-    "dynamic_per_token_scaled_fp8_quant",
-    "per_token_group_fp8_quant",
-)
 FLAGS = ("fi_ar_available", "_pcie_ipc_available", "flashinfer_comm", "flashinfer_available")
 
 
@@ -219,9 +210,11 @@ def _communication(place: Path, name: str, case: str) -> dict:
     import torch
     import vllm.platforms
 
-    for operator in OPERATORS:
-        if not hasattr(torch.ops._C, operator):
-            setattr(torch.ops._C, operator, Nothing())
+    passes = Path(vllm.platforms.__file__).parent.parent / "compilation" / "passes"
+    for file in passes.rglob("*.py"):  # operators of vLLM's own library, which isn't here
+        for operator in re.findall(r"torch\.ops\._C\.(\w+)", file.read_text()):
+            if not hasattr(torch.ops._C, operator) and not re.search("fp4|minimax", operator):  # stock looks for those
+                setattr(torch.ops._C, operator, Nothing())
     os.environ["FLASHINFER_CUBIN_DIR"] = str(place)
     sys.modules["flashinfer_cubin"] = types.ModuleType("flashinfer_cubin")
     sys.modules["flashinfer_cubin"].__spec__ = importlib.machinery.ModuleSpec("flashinfer_cubin", None)
