@@ -208,7 +208,7 @@ def _wanted(
     wanted: dict[str, Wanted] = {}
     outcomes: list[Outcome] = []
     unguarded = skipped | {guard.name for guard in GUARDS}
-    for surveyed in modules(root, series, release, unguarded, stock):
+    for surveyed in modules(root, series, release, unguarded, read=stock):
         outcomes += surveyed.mended.outcomes
         if surveyed.path is None or surveyed.source is None:
             continue

@@ -261,18 +261,7 @@ class Process:
         known = self._surveyed.get(module)
         if known and known[:2] == (source, filename):
             return known[2]
-        patches, key = self._wanted[module], None
-        if not (self.site.skipped and any(patch.refuse for patch in patches)):  # which may look at more than the key
-            with contextlib.suppress(OSError):  # the overlay lies in an archive
-                key = store.key(source, filename, patches, self.site)
-        mended = store.load(key, patches) if key else None
-        if mended is None:
-            from .mend import mend  # a warm start has no use for it
-
-            mended = mend(source, filename, patches, self.site)
-            if key:
-                store.save(key, mended)
-        return mended
+        return store.mended(source, filename, self._wanted[module], self.site)
 
     # The live way
 
@@ -372,12 +361,15 @@ class Process:
 
     @staticmethod
     def _file(origin: str | None) -> tuple[str, int, int] | None:
-        """What tells whether a source file is still the same, as Python's own .pyc does; None where there is none."""
+        """What tells whether a source file is still the same, as Python's own .pyc does; None where there is none.
+
+        In whole seconds: the layers of an image keep no more.
+        """
         try:
             status = os.stat(origin or "")
         except OSError:
             return None
-        return (origin, status.st_size, status.st_mtime_ns) if origin and origin.endswith(".py") else None
+        return (origin, status.st_size, int(status.st_mtime)) if origin and origin.endswith(".py") else None
 
     # What is written down and said
 

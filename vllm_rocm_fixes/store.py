@@ -51,6 +51,22 @@ def key(source: bytes | str, filename: str, patches: Sequence[Patch], site: Site
     return digest(hashlib.sha256(text).digest(), filename, names, site.version, sorted(site.skipped))
 
 
+def mended(source: bytes | str, filename: str, patches: Sequence[Patch], site: Site) -> Mended:
+    """A stock module mended, with its code from the store where that has it; there is no tree then."""
+    found_by = None
+    if not (site.skipped and any(patch.refuse for patch in patches)):  # which may look at more than the key covers
+        with contextlib.suppress(OSError):  # the overlay lies in an archive
+            found_by = key(source, filename, patches, site)
+    found = load(found_by, patches) if found_by else None
+    if found is None:
+        from .mend import mend  # a warm start has no use for it
+
+        found = mend(source, filename, patches, site)
+        if found_by:
+            save(found_by, found)
+    return found
+
+
 def load(wanted: bytes, patches: Sequence[Patch]) -> Mended | None:
     """The mended code of that key; None where there is none that can be trusted."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -114,8 +130,11 @@ def _ours_alone(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
 
 @functools.cache
 def _own_files() -> list[tuple[str, int, int]]:
-    """Name, size and time of the files that decide what an edit does, as this process found them first."""
+    """Name, size and time of the files that decide what an edit does, as this process found them first.
+
+    In whole seconds: the layers of an image keep no more.
+    """
     patches = importlib.util.find_spec(f"{__package__}.patches")
     folders = [Path(__file__).parent, *map(Path, (patches and patches.submodule_search_locations) or ())]
     entries = [entry for place in folders for entry in os.scandir(place) if entry.name.endswith(".py")]
-    return sorted((entry.path, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
+    return sorted((entry.path, entry.stat().st_size, int(entry.stat().st_mtime)) for entry in entries)

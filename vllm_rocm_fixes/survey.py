@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import store
 from .installed import missing, path_of, version
 from .mend import mend
 from .patch import Mended, Outcome, Patch, Site, unknown
@@ -26,12 +27,14 @@ def modules(
     series: Sequence[Patch],
     release: str | None = None,
     skipped: frozenset[str] = frozenset(),
+    *,
     read: Callable[[Path], bytes] = Path.read_bytes,
+    how: Callable[[bytes, str, Sequence[Patch], Site], Mended] = mend,
 ) -> Iterator[Surveyed]:
     """Every module of the series below root, the folder that holds vllm/, in the order of the series.
 
     release is what the files say of themselves, read where it isn't given. A patch named in skipped is left out; the
-    others are told what is skipped. read gives the source of a file.
+    others are told what is skipped. read gives the source of a file, how the mended module.
     """
     site = Site(root, release or version(root), skipped)
     by_module: dict[str, list[Patch]] = {}
@@ -39,7 +42,7 @@ def modules(
         if patch.name not in skipped:
             by_module.setdefault(patch.module, []).append(patch)
     for module, patches in by_module.items():
-        yield _survey(module, patches, site, read)
+        yield _survey(module, patches, site, read, how)
 
 
 def survey(
@@ -47,11 +50,18 @@ def survey(
 ) -> list[Outcome]:
     """The outcome of every patch on the vLLM below root, in the order of the series; the same arguments as modules."""
     order = {patch.name: number for number, patch in enumerate(series)}
-    outcomes = [o for surveyed in modules(root, series, release, skipped) for o in surveyed.mended.outcomes]
+    found = modules(root, series, release, skipped, how=store.mended)
+    outcomes = [o for surveyed in found for o in surveyed.mended.outcomes]
     return sorted(outcomes, key=lambda outcome: order[outcome.patch.name])
 
 
-def _survey(module: str, patches: Sequence[Patch], site: Site, read: Callable[[Path], bytes]) -> Surveyed:
+def _survey(
+    module: str,
+    patches: Sequence[Patch],
+    site: Site,
+    read: Callable[[Path], bytes],
+    how: Callable[[bytes, str, Sequence[Patch], Site], Mended],
+) -> Surveyed:
     root = site.root or Path()
     path = path_of(root, module)
     if path is None:
@@ -61,4 +71,4 @@ def _survey(module: str, patches: Sequence[Patch], site: Site, read: Callable[[P
     except OSError as error:
         verdict = unknown(f"{path} can't be read: {error.strerror}")
         return Surveyed(module, path, None, Mended(tuple(Outcome(patch, verdict) for patch in patches)))
-    return Surveyed(module, path, source, mend(source, str(path), patches, site))
+    return Surveyed(module, path, source, how(source, str(path), patches, site))
