@@ -10,7 +10,10 @@ processor; with fewer packages the steps share one, which is faster, and as good
 from __future__ import annotations
 
 import argparse
+import atexit
+import shutil
 import sys
+import tempfile
 from collections import defaultdict
 from concurrent.futures import as_completed
 from pathlib import Path
@@ -45,7 +48,12 @@ def main() -> int:
         for release in wanted
         for packages in sets
     ]
-    futures = {future: job for job, future in contract.run_all(jobs, parallel=chosen.parallel).items()}
+    jobs.sort(
+        key=lambda job: job.packages != "everything"
+    )  # what a release's first start learns of model classes stays
+    cache = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    futures = {future: job for job, future in contract.run_all(jobs, cache, chosen.parallel).items()}
     failed, used = 0, set()
     for future in as_completed(futures):
         job = futures[future]
