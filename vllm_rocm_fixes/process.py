@@ -202,7 +202,7 @@ class Process:
             logger.info("%s", self.line())
 
     def line(self) -> str:
-        """One line: the overlay's and vLLM's versions, and what became of each patch and guard."""
+        """One line: the overlay's and vLLM's versions, what was done, and how many patches had nothing to do."""
         groups: dict[str, list[str]] = {
             "needed and applied": self._names("applied"),
             "needed and applied when imported": self._names("waiting"),
@@ -210,10 +210,9 @@ class Process:
             "unknown, stock kept": self._names("unknown"),
             "refused, stock kept": self._names("refused"),
             "skipped": self._names("skipped"),
-            "clear": self._names("clear"),
-            "absent": self._names("absent"),
         }
-        said = "; ".join(f"{', '.join(names)} {what}" for what, names in groups.items() if names)
+        parts = [f"{', '.join(names)} {what}" for what, names in groups.items() if names]
+        said = "; ".join([*parts, *(f"{len(n)} {s}" for s in ("clear", "absent") if (n := self._names(s)))])
         guards = ", ".join(g.name for g in self.working())
         release = self.site.version or "of unknown version"
         return f"vllm-rocm-fixes {__version__} on vLLM {release}: {said}; guards {guards or 'none'}"
