@@ -16,7 +16,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from vllm_rocm_fixes.late import BINDER, movable
+from vllm_rocm_fixes.late import asking, binding, count_as_absent, movable
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Block,
@@ -26,7 +26,6 @@ from vllm_rocm_fixes.syntax import (
     holding,
     imports,
     insert_before,
-    parse_expression,
     parse_statements,
     replace,
     statements,
@@ -67,25 +66,17 @@ def mend(tree: ast.Module) -> None:
     handler = attempt.handlers[0]
     kept = {ast.unparse(s) for s in stays}
     handler.body = [_late(s) for s in handler.body if ast.unparse(s) not in kept]
-    handler.type = parse_expression("(Exception, SystemExit)", handler)
-    handler.name = handler.name or "_error"
-    code = f"from vllm_rocm_fixes.failures import count_as_absent\ncount_as_absent('flash_attn', {handler.name})"
-    handler.body[:0] = parse_statements(code, handler)
+    count_as_absent(attempt, "flash_attn")
     outer = next(s for s in tree.body if any(part is attempt for part in ast.walk(s)))
     replace(holding(tree, attempt)[0], attempt, stays or parse_statements("pass", attempt))
 
     flagged = any(_FLAG in ast.unparse(s) for s in attempt.body)
-    code = f"def {BINDER}(name):\n    global {', '.join([_NAME, *([_FLAG] if flagged else [])])}\n"
-    code += f"    if name != {_NAME!r} or not current_platform.is_rocm():\n        return\n    pass\n"
-    code += "def __getattr__(name):\n    from vllm_rocm_fixes.late import resolve\n    return resolve(globals(), name)"
-    new = parse_statements(code, attempt)
-    binder = new[0]
-    assert isinstance(binder, ast.FunctionDef)
-    binder.body[-1:] = [attempt]
+    binder, new = binding([_NAME, _FLAG] if flagged else [_NAME], attempt)
+    binder.body += parse_statements("if not current_platform.is_rocm():\n    return", attempt)
+    binder.body.append(attempt)
     insert_before(tree.body, outer, new)
     for answer in _answers(tree):
-        code = f"from vllm_rocm_fixes.late import need\nneed(globals(), {_NAME!r})"
-        replace(holding(tree, answer)[0], answer, [*parse_statements(code, answer), answer])
+        replace(holding(tree, answer)[0], answer, [*asking([_NAME], answer), answer])
 
 
 def _answers(tree: ast.Module) -> list[ast.Return]:

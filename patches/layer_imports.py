@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from vllm_rocm_fixes.late import BINDER, movable
+from vllm_rocm_fixes.late import BINDER, asking, binding, count_as_absent, movable
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Block,
@@ -41,7 +41,6 @@ from vllm_rocm_fixes.syntax import (
     imports,
     insert_before,
     names,
-    parse_expression,
     parse_statements,
     replace,
     statements,
@@ -86,15 +85,11 @@ def examine(at: Place, tree: ast.Module) -> Verdict:
 
 def mend(at: Place, tree: ast.Module) -> None:
     """Move the imports into a function, and let the constructor ask it."""
-    asking, constructors = _asking(at, tree)
+    readers, constructors = _asking(at, tree)
     taken = list(_taken(at, tree.body))
     first = next(s for s in tree.body if any(part is taken[0].statement for part in ast.walk(s)))
     bound = movable([t.statement for t in taken])
-    code = f"def {BINDER}(name):\n    global {', '.join(bound)}\n    if name not in {tuple(bound)!r}:\n        return\n"
-    code += "def __getattr__(name):\n    from vllm_rocm_fixes.late import resolve\n    return resolve(globals(), name)"
-    new = parse_statements(code, first)
-    binder = new[0]
-    assert isinstance(binder, ast.FunctionDef)
+    binder, new = binding(bound, first)
     insert_before(tree.body, first, new)
     late: Block = []
     for block, statement, test, _ in taken:
@@ -109,15 +104,9 @@ def mend(at: Place, tree: ast.Module) -> None:
     binder.body += _with_answer(at, late)
     for constructor in constructors:
         start = constructor.body[first_statement(constructor.body)]
-        insert_before(constructor.body, start, _ask(at.asked, start))
-    for statement, read in asking:
-        insert_before(holding(tree, statement)[0], statement, _ask(read, statement))
-
-
-def _ask(wanted: tuple[str, ...], at: ast.stmt) -> Block:
-    return parse_statements(
-        f"from vllm_rocm_fixes.late import need\nneed(globals(), {', '.join(map(repr, wanted))})", at
-    )
+        insert_before(constructor.body, start, asking(at.asked, start))
+    for statement, read in readers:
+        insert_before(holding(tree, statement)[0], statement, asking(read, statement))
 
 
 def _with_answer(at: Place, late: Block) -> Block:
@@ -127,11 +116,7 @@ def _with_answer(at: Place, late: Block) -> Block:
         assert isinstance(attempt, ast.Try)
         attempt.body, late = late, [attempt]
     for attempt in (s for s in late if isinstance(s, ast.Try)):
-        handler = attempt.handlers[0]
-        handler.type = parse_expression("(Exception, SystemExit)", handler)
-        handler.name = handler.name or "_error"
-        code = f"from vllm_rocm_fixes.failures import count_as_absent\ncount_as_absent({at.package!r}, {handler.name})"
-        handler.body[:0] = parse_statements(code, handler)
+        count_as_absent(attempt, at.package)
     return late
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import sys
 
-from vllm_rocm_fixes.late import BINDER
+from vllm_rocm_fixes.late import asking, binding, count_as_absent
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Block,
@@ -26,7 +26,6 @@ from vllm_rocm_fixes.syntax import (
     holding,
     imports,
     insert_before,
-    parse_expression,
     parse_statements,
     replace,
     statements,
@@ -56,21 +55,11 @@ def mend(tree: ast.Module) -> None:
     outer, inner = _attempts(tree)
     assert outer is not None and inner is not None
     block, first = _readers(tree)[0]
-    insert_before(
-        block, first, parse_statements(f"from vllm_rocm_fixes.late import need\nneed(globals(), {_NAME!r})", first)
-    )
+    insert_before(block, first, asking([_NAME], first))
     replace(holding(tree, inner)[0], inner, parse_statements(f"del {_NAME}", inner))
-    handler = inner.handlers[0]
-    handler.type = parse_expression("(Exception, SystemExit)", handler)
-    handler.name = handler.name or "_error"
-    code = f"from vllm_rocm_fixes.failures import count_as_absent\ncount_as_absent('flash_attn', {handler.name})\n"
-    code += f"{_NAME} = None"
-    handler.body[:0] = parse_statements(code, handler)
-    code = f"def {BINDER}(name):\n    global {_NAME}\n    if name != {_NAME!r}:\n        return\n"
-    code += "def __getattr__(name):\n    from vllm_rocm_fixes.late import resolve\n    return resolve(globals(), name)"
-    new = parse_statements(code, outer)
-    binder = new[0]
-    assert isinstance(binder, ast.FunctionDef)
+    inner.handlers[0].body[:0] = parse_statements(f"{_NAME} = None", inner.handlers[0])
+    count_as_absent(inner, "flash_attn")
+    binder, new = binding([_NAME], outer)
     binder.body.append(inner)
     insert_before(tree.body, outer, new)
 

@@ -13,12 +13,24 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .syntax import Block, Definition, Function, blocks, first_statement, parse_statements, place, replace, statements
+from .syntax import (
+    Block,
+    Definition,
+    Function,
+    blocks,
+    first_statement,
+    parse_expression,
+    parse_statements,
+    place,
+    replace,
+    statements,
+)
 
 BINDER = "_rocm_fixes_late"  # the function that runs the moved statements
+_GETATTR = "def __getattr__(name):\n    from vllm_rocm_fixes.late import resolve\n    return resolve(globals(), name)"
 
 
 def defer(
@@ -55,6 +67,34 @@ def movable(block: Block) -> list[str]:
         if isinstance(statement, ast.Return) or any(isinstance(n, inside) for n in _own(statement)):
             raise ValueError(f"line {statement.lineno}: {type(statement).__name__} belongs to no function")
     return _bound(block)
+
+
+def binding(bound: Sequence[str], at: ast.stmt) -> tuple[ast.FunctionDef, Block]:
+    """For a patch that moves statements by itself: a function that binds these names of the module once it has a body.
+
+    Returns it, and it with the module's `__getattr__`, which ask it for a name: they go before the statement `at`.
+    """
+    code = f"def {BINDER}(name):\n    global {', '.join(bound)}\n    if name not in {tuple(bound)!r}:\n        return\n"
+    new = parse_statements(code + _GETATTR, at)
+    binder = new[0]
+    assert isinstance(binder, ast.FunctionDef)
+    return binder, new
+
+
+def asking(bound: Sequence[str], at: ast.stmt) -> Block:
+    """The statements that ask for moved names, to go before the statement `at`, which reads them."""
+    return parse_statements(
+        f"from vllm_rocm_fixes.late import need\nneed(globals(), {', '.join(map(repr, bound))})", at
+    )
+
+
+def count_as_absent(attempt: ast.Try, package: str) -> None:
+    """Let the handler of an import's `try` take whatever the import raises, as it takes a package that isn't there."""
+    handler = attempt.handlers[0]
+    handler.type = parse_expression("(Exception, SystemExit)", handler)
+    handler.name = handler.name or "_error"
+    code = f"from vllm_rocm_fixes.failures import count_as_absent\ncount_as_absent({package!r}, {handler.name})"
+    handler.body[:0] = parse_statements(code, handler)
 
 
 def need(namespace: dict[str, Any], *names: str) -> None:
@@ -135,9 +175,8 @@ def _answer(tree: ast.Module, names: list[str], at: ast.stmt) -> None:
         start = first_statement(existing[-1].body)
         existing[-1].body[start:start] = parse_statements(answer, existing[-1].body[-1])
         return
-    answer = "def __getattr__(name):\n    from vllm_rocm_fixes.late import resolve\n    return resolve(globals(), name)"
     binder = next(i for i, s in enumerate(tree.body) if isinstance(s, ast.FunctionDef) and s.name == BINDER)
-    tree.body[binder + 1 : binder + 1] = parse_statements(answer, at)
+    tree.body[binder + 1 : binder + 1] = parse_statements(_GETATTR, at)
 
 
 def _bound(block: Block) -> list[str]:
