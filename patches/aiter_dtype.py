@@ -27,7 +27,7 @@ def examine(tree: ast.Module) -> Verdict:
     if class_(tree, "rocm_aiter_ops") is None:
         return unknown("looked for the class rocm_aiter_ops, and it isn't there once")
     early = _early(tree)
-    types = [s.lineno for s in tree.body if ast.unparse(s) == _PLATFORMS]
+    types = [s.lineno for s in tree.body if isinstance(s, ast.Assign) and ast.unparse(s) == _PLATFORMS]
     if early and (not types or types[0] > early[0].lineno):
         return unknown(f"AITER is imported for the type of fp8, and `{_PLATFORMS}` doesn't stand before that")
     if early and len(find(tree, ast.Name, lambda n: n.id == "dtypes")) > len(early):

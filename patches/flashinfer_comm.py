@@ -49,10 +49,9 @@ def examine_off_rocm(owner: str, tree: ast.Module) -> Verdict:
         if class_(tree, "AllReduceFusionPass") is None:
             return unknown(f"looked for the classes {owner} and AllReduceFusionPass, and neither is there once")
         return clear("it holds nothing for ROCm, which doesn't import it")
-    early = list(_early(tree.body))
-    if not early:
+    around = [s for s in tree.body if any(True for _ in _early([s]))]
+    if not around:
         return clear("FlashInfer isn't imported at module scope")
-    around = [s for s in tree.body if any(part is e for e in early for part in ast.walk(s))]
     if len(around) == 1 and isinstance(around[0], ast.If) and calls(around[0].test, _PLATFORM):
         return clear("FlashInfer isn't imported on ROCm")
     if len(around) != 1 or not _is_known(around[0]):
@@ -65,8 +64,7 @@ def examine_off_rocm(owner: str, tree: ast.Module) -> Verdict:
 
 def mend_off_rocm(tree: ast.Module) -> None:
     """On ROCm do what stock does for a missing FlashInfer."""
-    early = list(_early(tree.body))
-    statement = next(s for s in tree.body if any(part is early[0] for part in ast.walk(s)))
+    statement = next(s for s in tree.body if any(True for _ in _early([s])))
     if isinstance(statement, ast.If):
         test = f"not {_PLATFORM}() and {ast.unparse(statement.test)}"
         statement.test = parse_expression(test, statement.test)

@@ -90,7 +90,7 @@ def _at_module_scope(tree: ast.Module, statement: ast.stmt) -> bool:
 
 def _pcie_calls(tree: ast.Module) -> list[ast.Call]:
     """Calls of the PCIe IPC warm-up that aren't gated by what the communicator decided."""
-    found = find(tree, ast.Call, lambda c: ast.unparse(c.func).rpartition(".")[2] == _PCIE)
+    found = find(tree, ast.Call, lambda c: (getattr(c.func, "attr", None) or getattr(c.func, "id", None)) == _PCIE)
     return [c for c in found if not any(calls(i.test, "pcie_ipc_chosen") for i in _around(tree, c))]
 
 

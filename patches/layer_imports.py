@@ -35,6 +35,7 @@ from vllm_rocm_fixes.syntax import (
     blocks,
     class_,
     definitions,
+    everything,
     find,
     first_statement,
     holding,
@@ -175,14 +176,12 @@ def _asking(at: Place, tree: ast.Module) -> tuple[list[tuple[ast.stmt, tuple[str
         inside |= {id(n) for s in (t.handled.body if t.handled else ()) for n in ast.walk(s)}
     asking: list[tuple[ast.stmt, tuple[str, ...]]] = []
     constructors: dict[int, Function] = {}
-    readable = {id(n): (f, c) for f, c in _functions(tree) for s in f.body for n in ast.walk(s)}
-    for node in ast.walk(tree):
-        spelt = [a.asname or a.name.partition(".")[0] for a in getattr(node, "names", ()) if isinstance(a, ast.alias)]
-        spelt += [node.id] if isinstance(node, ast.Name) else [node.arg] if isinstance(node, ast.arg) else []
-        if id(node) in inside or not bound & set(spelt):
+    readable = {id(n): (f, c) for f, c in _functions(tree) for s in f.body for n in everything(s)}
+    for node in everything(tree):
+        if not isinstance(node, ast.Name | ast.arg | ast.alias) or _spelt(node) not in bound or id(node) in inside:
             continue
         if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load) or id(node) not in readable:
-            raise ValueError(f"line {getattr(node, 'lineno', 0)} uses {min(bound & set(spelt))} otherwise")
+            raise ValueError(f"line {node.lineno} uses {_spelt(node)} otherwise")
         function, owner = readable[id(node)]
         if owner is None or function.name == "__init__":
             statement = holding(tree, node)[1]
@@ -194,6 +193,12 @@ def _asking(at: Place, tree: ast.Module) -> tuple[list[tuple[ast.stmt, tuple[str
             raise ValueError(f"{owner.name}.{function.name} reads {node.id} without a constructor before it")
         constructors[id(made[0])] = made[0]
     return _firsts(tree, asking), list(constructors.values())
+
+
+def _spelt(node: ast.Name | ast.arg | ast.alias) -> str:
+    if isinstance(node, ast.alias):
+        return node.asname or node.name.partition(".")[0]
+    return node.id if isinstance(node, ast.Name) else node.arg
 
 
 def _firsts(tree: ast.Module, asking: list[tuple[ast.stmt, tuple[str, ...]]]) -> list[tuple[ast.stmt, tuple[str, ...]]]:
