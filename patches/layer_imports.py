@@ -242,7 +242,6 @@ _MODELS = "vllm.model_executor.models"
 _BACKENDS = "vllm.v1.attention.backends"
 _FLAG = "GDN_AITER_TRITON_AVAILABLE"
 _AITER = "AITER's kernels for the gated delta net are imported when such a layer is made"
-_OMNI = "flash-attention is imported when that model is made"
 _FA = "AITER is imported when an attention layer of its back end is made"
 
 GDN = _patch(
@@ -256,21 +255,21 @@ GDN_OLD = _patch(
     "gdn_old",
     f"{_LAYERS}.gdn_linear_attn",
     Place("GatedDeltaNetAttention", "aiter", (_FLAG,), f"{_FLAG} = False"),
-    _AITER,
+    f"{_AITER} (0.21.0)",
     (("kyuz0/amd-strix-halo-vllm-toolboxes #73",), "0.21.0", "0.22.0"),
 )
 QWEN_OMNI = _patch(
     "qwen_omni",
     f"{_MODELS}.qwen2_5_omni_thinker",
     Place("Qwen2_5OmniThinkerForConditionalGeneration", "flash_attn", ("flash_attn",)),
-    _OMNI,
+    "flash-attention is imported when a Qwen2.5-Omni model is made",
     (("Dao-AILab/flash-attention #2580",), "0.14.0", None),
 )
 QWEN3_OMNI = _patch(
     "qwen3_omni",
     f"{_MODELS}.qwen3_omni_moe_thinker",
     Place("Qwen3OmniMoeThinkerForConditionalGeneration", "flash_attn", ("flash_attn",)),
-    _OMNI,
+    "flash-attention is imported when a Qwen3-Omni model is made",
     (("Dao-AILab/flash-attention #2580",), "0.14.0", "0.16.0"),
 )
 AITER_FA = _patch(
@@ -284,14 +283,14 @@ AITER_FA_OLD = _patch(
     "aiter_fa_old",
     f"{_BACKENDS}.rocm_aiter_fa",
     Place("AiterFlashAttentionImpl", "aiter", ("aiter",), by_name=True),
-    _FA,
+    f"{_FA} (0.14.x)",
     (("vLLM #32902", "vLLM #22795"), "0.14.0", "0.16.0"),
 )
 MLA_COMMON = _patch(
     "mla_common",
     f"{_BACKENDS}.mla.common",
     Place("MLACommonImpl", "flash_attn", ("flash_attn_varlen_func",)),
-    "flash-attention is imported by the first MLA layer that computes with it",
+    "flash-attention is imported by the first MLA layer that computes with it (0.14.x)",
     (("Dao-AILab/flash-attention #2580",), "0.14.0", "0.16.0"),
 )
 EPLB_NIXL = _patch(

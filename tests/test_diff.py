@@ -67,6 +67,10 @@ def test_applied_it_gives_the_tree_of_the_import_way(version, tmp_path):
         assert not same(ast.parse(source), wanted), path
 
 
+def test_no_two_patches_are_described_alike():
+    assert len({p.summary for p in SERIES}) == len(SERIES)
+
+
 @pytest.mark.parametrize("tool", ["git", "patch"])
 @pytest.mark.parametrize("version", ["0.14.1", "0.23.0", "0.33.0"])
 def test_the_command_prints_it_for_git_and_patch(tool, version, tmp_path):
