@@ -64,9 +64,9 @@ def ratio(ours: Sequence[float], other: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(ours, other, strict=True)]
 
 
-def goal(text: str, met: bool) -> str:
-    """A line that says what was wanted and whether it was met."""
-    return f"goal: {text}: {'met' if met else 'MISSED'}"
+def goal(text: str, met: bool, why: str = "") -> str:
+    """A line that says whether a goal was met, and why not where that is known."""
+    return f"goal: {text}: {'met' if met else f'MISSED: {why}' if why else 'MISSED'}"
 
 
 def environment(**extra: str) -> dict[str, str]:

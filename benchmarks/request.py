@@ -12,6 +12,10 @@ REPEAT = 9
 RELEASE = "0.33.0"
 BATCHES = (1, 256)
 # The op does nothing: what is measured is the way to it.
+WHERE = (
+    "a microsecond and a half, beside a kernel that does nothing: 0.6 of them for the import statement in forward_hip, "
+    "which finds the overlay in a module that was loaded before it, the rest for one more call with its `try` and `with`"
+)
 CODE = """
 import json, sys, time
 import torch
@@ -67,5 +71,5 @@ def run(repeat: int = REPEAT) -> list[Table]:
         ratios = ratio(ours, stock)
         table.rows.append((str(batch), spread(stock, 1, "µs"), spread(ours, 1, "µs"), spread(ratios, 3)))
         low, _ = quartiles(ratios)
-        table.goals.append(goal(f"ratio 1.00 at batch {batch}", min(low, statistics.median(ratios)) <= 1.005))
+        table.goals.append(goal(f"ratio 1.00 at batch {batch}", min(low, statistics.median(ratios)) <= 1.005, WHERE))
     return [table]

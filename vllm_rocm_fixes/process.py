@@ -334,15 +334,18 @@ class Process:
         try:
             root = self.site.root
             spec = locate(module, root) if root and belongs(module, root) else None
-            if root is None or spec is None:
-                for patch in self._wanted[module]:
-                    self._set(patch, missing(patch, root, self.site.version) if root else unknown("vLLM has no folder"))
+            if root is None:
+                self._keep(module, "vLLM has no folder")
                 return None
+            if spec is None:
+                if not known or known[0] is not None:
+                    verdicts = {patch.name: missing(patch, root, self.site.version) for patch in self._wanted[module]}
+                    known = None, [(name, *verdict) for name, verdict in verdicts.items()]
+                self._record(self._recalled(module, known[1]), "waiting", "")
+                return known
             file = self._file(spec.origin)
             if file and known and known[0] == file:
-                patches = {patch.name: patch for patch in self._wanted[module]}
-                outcomes = tuple(Outcome(patches[name], Verdict(kind, reason)) for name, kind, reason in known[1])
-                self._record(Mended(outcomes), "waiting", "when it is imported")
+                self._record(self._recalled(module, known[1]), "waiting", "when it is imported")
                 return known
             source, filename = source_of(module, spec.loader, spec.origin)
             if source is None:
@@ -353,10 +356,14 @@ class Process:
             self._record(mended, "waiting", "when it is imported")
             if file is None or any(o.refused or o.failed for o in mended.outcomes):
                 return None
-            return file, [(o.patch.name, o.verdict.kind, o.verdict.reason) for o in mended.outcomes]
+            return file, [(o.patch.name, *o.verdict) for o in mended.outcomes]
         except Exception as error:
             self._keep(module, f"{type(error).__name__}: {error}")
             return None
+
+    def _recalled(self, module: str, rows: Any) -> Mended:
+        patches = {patch.name: patch for patch in self._wanted[module]}
+        return Mended(tuple(Outcome(patches[name], Verdict(kind, reason)) for name, kind, reason in rows))
 
     @staticmethod
     def _file(origin: str | None) -> tuple[str, int, int] | None:

@@ -27,7 +27,8 @@ _words: list[str] = []
 
 def bad_pair() -> str | None:
     """Why importing the installed TileLang would abort this process; None where that isn't known."""
-    tilelang, tvm_ffi = _version("tilelang"), _version("apache-tvm-ffi")
+    tilelang = _version("tilelang")
+    tvm_ffi = _version("apache-tvm-ffi") if tilelang is not None else None
     if tilelang is None or tvm_ffi is None or not aborts(tilelang, tvm_ffi):
         return None
     return (
