@@ -14,7 +14,7 @@ BATCHES = (1, 256)
 # The op does nothing: what is measured is the way to it.
 WHERE = (
     "a microsecond and a half, beside a kernel that does nothing: 0.6 of them for the import statement in forward_hip, "
-    "which finds the overlay in a module that was loaded before it, the rest for one more call with its `try` and `with`"
+    "which finds the overlay from a module that was loaded before it, the rest for one more call with `try` and `with`"
 )
 CODE = """
 import json, sys, time
