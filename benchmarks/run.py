@@ -1,7 +1,7 @@
 """make bench: what the overlay costs and saves. Writes benchmarks/results.md with this machine and its versions.
 
 python benchmarks/run.py                  everything, about 40 minutes on two idle cores
-python benchmarks/run.py doors commands   only these; results.md is left as it is
+python benchmarks/run.py doors commands   only these; the tables of the others stay as they are in results.md
 python benchmarks/run.py --repeat 2       quick, and not worth keeping: results.md is left as it is
 
 Sides are run in turn, and ratios are those of pairs. A figure is a median, with the range of the middle half.
@@ -37,6 +37,13 @@ def machine() -> list[str]:
     ]
 
 
+def sections(made: list[str], keep: bool) -> list[str]:
+    """The tables just made, where keep is set among those of the last run, in their order."""
+    last = RESULTS.read_text().split("\n## ")[1:] if keep and RESULTS.exists() else []
+    known = {text.partition("\n")[0]: f"## {text.rstrip()}\n" for text in last}
+    return list((known | {text[3:].partition("\n")[0]: text for text in made}).values())
+
+
 def main() -> int:
     """Run the benchmarks that were named. Returns 1 where one of them broke."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -59,10 +66,10 @@ def main() -> int:
             made, broken = [Table(f"{name}: broken", (f"{type(error).__name__}: {error}".replace("\n", " "),))], 1
         tables += made
         print("\n".join(table.text() for table in made), flush=True)
-    if not options.names and not options.repeat and not broken:
+    if not options.repeat and not broken:
         head = ["# Benchmarks", "", "Written by `make bench`. A figure is a median, with the range of the middle half."]
         text = "\n".join([*head, "", *(f"* {fact}" for fact in facts), ""])
-        RESULTS.write_text("\n".join([text, *(table.text() for table in tables)]))
+        RESULTS.write_text("\n".join([text, *sections([table.text() for table in tables], bool(options.names))]))
         print(f"written: {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
     return broken
 
