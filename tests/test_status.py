@@ -139,6 +139,15 @@ def test_strict_fails_on_unknown_but_not_on_what_is_skipped(status, root, monkey
     assert (code, said["patches"][0]["outcome"]) == (0, "skipped")
 
 
+@pytest.mark.parametrize("shut", [{"ROCM_FIXES": "off"}, {"VLLM_PLUGINS": "other"}], ids=lambda shut: next(iter(shut)))
+def test_strict_fails_where_the_overlay_is_not_let_in(shut):
+    """As a gate of an image: nothing would be mended there."""
+    command = [sys.executable, "-m", "vllm_rocm_fixes", "status", "--strict"]
+    assert subprocess.run(command, env=CLEAN, capture_output=True).returncode == 0
+    assert subprocess.run(command, env=CLEAN | shut, capture_output=True).returncode == 1
+    assert subprocess.run(command[:-1], env=CLEAN | shut, capture_output=True).returncode == 0
+
+
 def test_a_patch_that_needs_a_guard_says_that_it_is_refused(status, monkeypatch):
     monkeypatch.setenv("ROCM_FIXES_SKIP", "hip")
     _, said = status("--json", "--vllm", tree("0.23.0"))

@@ -29,7 +29,7 @@ verdicts: needed   the defect is there, in a shape that the patch knows
 
 A guard acts on a process and not on vLLM's files; what it did in a running one is told by `ps`.
 
-exit status: 0, or 1 with --strict where a patch is unknown or fails, 2 for bad input."""
+exit status: 0, or 1 with --strict where a patch is unknown or fails or a door is shut, 2 for bad input."""
 COLOURS = {"needed": "yellow", "clear": "green", "absent": "dim", "unknown": "red"}
 
 
@@ -38,7 +38,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = add_command(subparsers, "status", run, "tell what each patch finds in this vLLM", TEXT)
     add_vllm_option(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--strict", action="store_true", help="exit status 1 where a patch is unknown or fails")
+    strict = "exit status 1 where a patch is unknown or fails, or a door is shut"
+    parser.add_argument("--strict", action="store_true", help=strict)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(found)))
     wanted = [patch for patch in found["patches"] if patch["outcome"] != "skipped"]
-    return int(args.strict and any(p["verdict"] == "unknown" or p["outcome"] == "failed" for p in wanted))
+    wrong = any(p["verdict"] == "unknown" or p["outcome"] == "failed" for p in wanted)
+    # Of a vLLM that was named, another environment's variables may decide.
+    shut = args.vllm is None and not all(door["open"] for door in found["doors"])
+    return int(args.strict and (wrong or (shut and any(p["verdict"] == "needed" for p in wanted))))
 
 
 def read(vllm: Installation, named: bool) -> dict[str, Any]:
