@@ -68,6 +68,8 @@ def main() -> int:
         print("\n".join(table.text() for table in made), flush=True)
     if not options.repeat and not broken:
         head = ["# Benchmarks", "", "Written by `make bench`. A figure is a median, with the range of the middle half."]
+        if options.names:
+            facts.append(f"this is of the last run, of {', '.join(options.names)}; the other tables are of runs before")
         text = "\n".join([*head, "", *(f"* {fact}" for fact in facts), ""])
         RESULTS.write_text("\n".join([text, *sections([table.text() for table in tables], bool(options.names))]))
         print(f"written: {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
