@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from releases import tree
 
-from vllm_rocm_fixes import baking, installed
+from vllm_rocm_fixes import baking, installation, installed
 from vllm_rocm_fixes.baking import STORE, Refused
 from vllm_rocm_fixes.guards import GUARDS
 from vllm_rocm_fixes.patches import SERIES
@@ -489,7 +489,7 @@ def test_pip_checks_upgrades_and_uninstalls_a_baked_vllm(root, tmp_path):
     assert done.returncode == 0, done.stdout
     # An upgrade over the bake, and back.
     assert pip(python, "install", "--no-index", wheels["0.26.0"]).returncode == 0
-    assert installed.find(site).version == installed.find(site).metadata[0].version == "0.26.0"
+    assert installation.find(site).version == installation.find(site).metadata[0].version == "0.26.0"
     assert command("bake", "--vllm", site).returncode == 0
     assert command("bake", "--check", "--vllm", site).returncode == 0
     assert command("unbake", "--vllm", site).returncode == 0
@@ -521,7 +521,7 @@ print("SAID", json.dumps({
 
 def test_a_real_vllm_imports_its_baked_files_and_the_plugin_finds_them_clear(tmp_path):
     root = tmp_path / "site"
-    vllm = installed.find().root / "vllm"
+    vllm = installation.find().root / "vllm"
     try:
         shutil.copytree(vllm, root / "vllm", copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__"))
     except (OSError, shutil.Error):  # another file system

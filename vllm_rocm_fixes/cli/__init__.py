@@ -67,10 +67,10 @@ def add_vllm_option(parser: argparse.ArgumentParser) -> None:
 
 def installation(args: argparse.Namespace) -> Installation:
     """The vLLM that --vllm names, or the installed one. Raises Stop where there is none."""
-    from .. import installed
+    from ..installation import find
 
     try:
-        return installed.find(args.vllm)
+        return find(args.vllm)
     except LookupError as error:
         raise Stop(str(error)) from error
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import locks, records
-from ..installed import Installation, older
+from ..installation import Installation
+from ..installed import older
 from . import Stop, add_command, add_vllm_option, all_patches, installation
 
 if TYPE_CHECKING:

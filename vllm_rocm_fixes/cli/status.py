@@ -14,7 +14,7 @@ from . import add_command, add_vllm_option, installation, selected
 
 if TYPE_CHECKING:
     from ..guards import Guard
-    from ..installed import Installation
+    from ..installation import Installation
     from ..patch import Outcome
     from . import Subparsers
 

@@ -22,7 +22,7 @@ from ..start import GPU, STEPS, start
 from . import Stop, add_command, add_vllm_option, installation
 
 if TYPE_CHECKING:
-    from ..installed import Installation
+    from ..installation import Installation
     from . import Subparsers
 
 _TEXT = """\
