@@ -15,6 +15,7 @@ import wheels
 from releases import tree
 
 from vllm_rocm_fixes import node
+from vllm_rocm_fixes.patches import SERIES
 from vllm_rocm_fixes.records import birth
 
 pytestmark = pytest.mark.unit
@@ -78,7 +79,10 @@ def test_nothing_is_imported(place):
     [
         ({"tvm_ffi": "0.1.12"}, "aborts the process"),
         ({"version": "0.27.0", "aiter": "0.1.13"}, "lacks the fused qk-rmsnorm kernel"),
-        ({"version": "0.23.0", "VLLM_PLUGINS": "other"}, "keeps vllm-rocm-fixes out"),
+        ({"version": "0.23.0", "VLLM_PLUGINS": "other"}, "keeps vllm-rocm-fixes out -> add rocm_fixes to it"),
+        ({"VLLM_PLUGINS": ""}, "VLLM_PLUGINS= keeps vllm-rocm-fixes out"),
+        ({"ROCM_FIXES": "off"}, "ROCM_FIXES=off switches vllm-rocm-fixes off -> unset it"),
+        ({"ROCM_FIXES_SKIP": ",".join(patch.name for patch in SERIES)}, "ROCM_FIXES_SKIP names every patch"),
         ({"version": "0.23.0", "ROCM_FIXES_SKIP": "samplr"}, "did you mean sampler?"),
         ({"ROCM_FIXES_SKP": "sampler"}, "did you mean ROCM_FIXES_SKIP?"),
         ({"VLLM_ROCM_USE_AITR": "1"}, "did you mean VLLM_ROCM_USE_AITER?"),
@@ -116,7 +120,7 @@ def test_the_stub_without_a_guard_is_found_on_rocm_alone(tmp_path):
         node._distribution(image, name, version)
     env = {**os.environ, "ROCM_FIXES": "off"}
     findings, _ = found(env, "--vllm", str(image))
-    assert [f for f in findings if "#51151" in f] and "ROCM_FIXES is off" in " ".join(findings)
+    assert [f for f in findings if "#51151" in f] and "guard hip is off: ROCM_FIXES=off" in " ".join(findings)
     assert doctor(env, "--vllm", str(image))[1]["versions"]["torch"] == "2.11.0+rocm7.2"
     assert not [f for f in found({**os.environ}, "--vllm", str(image))[0] if "#51151" in f]
 

@@ -143,8 +143,8 @@ def test_the_one_that_differs_is_marked(home):
 @pytest.mark.parametrize(
     ("switch", "mark"),
     [
-        ({"ROCM_FIXES": "off"}, "not mended here: ROCM_FIXES=off"),
-        ({"VLLM_PLUGINS": "a,b"}, "not mended here: VLLM_PLUGINS=a,b doesn't name rocm_fixes"),
+        ({"ROCM_FIXES": "off"}, "not mended here: ROCM_FIXES=off switches vllm-rocm-fixes off"),
+        ({"VLLM_PLUGINS": "a,b"}, "not mended here: VLLM_PLUGINS=a,b keeps vllm-rocm-fixes out"),
         ({"VLLM_PLUGINS": "a,rocm_fixes"}, None),  # it may still be starting
     ],
 )
@@ -159,10 +159,28 @@ def test_a_vllm_without_the_overlay_is_shown(home, switch, mark):
         shown = ps(home)[1][process.pid]
         assert shown["role"] == "EngineCore" and shown["overlay"] is None
         assert shown["marks"] == ([mark] if mark else [])
+        command = [sys.executable, "-m", "vllm_rocm_fixes", "ps"]
+        text = subprocess.run(command, env=home, capture_output=True, text=True, check=False).stdout
+        [group] = [group for group in text.split("\n\n") if f" {process.pid} " in group]
+        assert group.startswith("vLLM, and no process here has a record of vllm-rocm-fixes\n")
         old = cli_ps.Shown(process.pid, 1, 0, "EngineCore", None, seconds=600)
         assert mark or cli_ps._kept_out(old) == "the overlay isn't installed for its Python, or no plugin is loaded yet"
     finally:
         process.communicate()
+
+
+def test_a_script_without_a_record_is_not_listed_and_help_says_so(home):
+    code = "import sys; print('ready', flush=True); sys.stdin.read()"
+    words, pipes = [sys.executable, "-c", code], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(words, env=home | {"ROCM_FIXES": "off"}, **pipes)
+    try:
+        process.stdout.readline()
+        assert process.pid not in ps(home)[1]
+    finally:
+        process.communicate()
+    command = [sys.executable, "-m", "vllm_rocm_fixes", "ps", "--help"]
+    told = subprocess.run(command, env=home, capture_output=True, text=True, check=True).stdout
+    assert "Not listed is a Python script that uses vLLM and has no record" in told
 
 
 def test_ray_workers_go_below_the_service_of_the_same_vllm(home, tmp_path):

@@ -246,8 +246,8 @@ def test_doors_of_an_environment(tmp_path):
     ]
     assert all(d.open for d in doors.look(here, {"VLLM_PLUGINS": "other,rocm_fixes"}))
     for value, why in {
-        "": "leaves us out: add rocm_fixes",
-        "lora_filesystem_resolver": "leaves us out: add rocm_fixes",
+        "": "keeps vllm-rocm-fixes out: add rocm_fixes",
+        "lora_filesystem_resolver": "keeps vllm-rocm-fixes out: add rocm_fixes",
         "vllm_rocm_fixes": "called rocm_fixes, not vllm_rocm_fixes",
         "other, rocm_fixes": "called rocm_fixes",  # vLLM doesn't take the space away
     }.items():
@@ -318,6 +318,14 @@ def test_errors_are_one_line(tmp_path, capsys):
         ("status", "--vllm", "/nowhere"): "no vllm/__init__.py in /nowhere",
         ("status", "--jsn"): "unrecognized arguments: --jsn",
         ("stat",): "invalid choice",
+        ("verify", "--limit", "-3"): "--limit: -3 isn't a number of seconds, above 0 and up to a million; see",
+        ("verify", "--limit", "0"): "0 isn't a number of seconds",
+        ("verify", "--limit", "nan"): "nan isn't a number of seconds",
+        ("verify", "--limit", "1e9"): "1e9 isn't a number of seconds",
+        ("verify", "--limit", "soon"): "soon isn't a number of seconds",
+        ("doctor", "--pid", "-3"): "--pid: -3 isn't the id of a process; see",
+        ("doctor", "--pid", "vllm"): "vllm isn't the id of a process",
+        ("doctor", "--pid", "9" * 300): "isn't the id of a process",
         (): "a command is needed",
     }.items():
         try:

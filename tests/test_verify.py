@@ -15,7 +15,9 @@ from releases import tree
 from vllm_rocm_fixes import behaviour, importing, node
 from vllm_rocm_fixes.cli import verify
 from vllm_rocm_fixes.patch import Site
+from vllm_rocm_fixes.patches import SERIES
 from vllm_rocm_fixes.process import Process, Result
+from vllm_rocm_fixes.start import STEPS
 
 VERIFY = [sys.executable, "-m", "vllm_rocm_fixes", "verify", "--json"]
 _RUNS = {
@@ -182,6 +184,36 @@ def test_a_module_that_runs_stock_code_is_found_out(monkeypatch):
     assert behaviour.holds(process, module) == "asked runs neither stock's code nor the mended one"
     process.results["p"] = Result(patch, "clear", "nothing to do")
     assert behaviour.holds(process, module) == "its module was imported, and the patch wasn't applied"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"ROCM_FIXES": "off"}, "ROCM_FIXES=off switches vllm-rocm-fixes off: unset it"),
+        ({"VLLM_PLUGINS": "foo"}, "VLLM_PLUGINS=foo keeps vllm-rocm-fixes out: add rocm_fixes to it, or unset it"),
+        ({"VLLM_PLUGINS": ""}, "VLLM_PLUGINS= keeps vllm-rocm-fixes out: add rocm_fixes to it, or unset it"),
+        (
+            {"ROCM_FIXES_SKIP": ",".join(patch.name for patch in SERIES)},
+            "ROCM_FIXES_SKIP names every patch, so nothing is mended: name fewer, or unset it",
+        ),
+    ],
+    ids=["off", "other plugins", "no plugins", "all skipped"],
+)
+def test_where_nothing_is_claimed_nothing_is_checked(variables, reason):
+    """In one line, and at once: no patch is accused, and nothing is called so."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("ROCM_FIXES", "VLLM_"))} | variables
+    command = [*VERIFY, "--vllm", str(tree("0.23.0"))]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    said = f"vllm-rocm-fixes: nothing was checked, because nothing is claimed here: {reason}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+@pytest.mark.unit
+def test_help_names_every_step():
+    command = [sys.executable, "-m", "vllm_rocm_fixes", "verify", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert f"only this step: {', '.join(STEPS)}" in " ".join(told.split())
 
 
 def test_bad_input_is_one_line(tmp_path):

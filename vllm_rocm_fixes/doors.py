@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +18,8 @@ from ._version import __version__
 
 NAME = "rocm_fixes"
 PROJECT = "vllm-rocm-fixes"
-GROUPS = {"vllm.platform_plugins": "vllm_rocm_fixes:prepare", "vllm.general_plugins": "vllm_rocm_fixes:register"}
+PLATFORM, GENERAL = "vllm.platform_plugins", "vllm.general_plugins"
+GROUPS = {PLATFORM: "vllm_rocm_fixes:prepare", GENERAL: "vllm_rocm_fixes:register"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,24 @@ def look(folders: Sequence[str], environ: Mapping[str, str] = os.environ) -> lis
     return [_door(group, ours, [d for d, p in twins if p.group == group], environ) for group in GROUPS]
 
 
+def shut(environ: Mapping[str, str], patches: Collection[str] = ()) -> tuple[str, str] | None:
+    """The variable that leaves a process with these variables as stock, in words, and what to do about it; None: none.
+
+    patches are the names of all patches, where ROCM_FIXES_SKIP is to count too.
+    """
+    read = settings.read(patches, environ)
+    if read.off:
+        return f"ROCM_FIXES={environ['ROCM_FIXES']} switches vllm-rocm-fixes off", "unset it"
+    chosen = environ.get("VLLM_PLUGINS", NAME).split(",")
+    if NAME not in chosen:
+        near = difflib.get_close_matches(NAME, [name.strip() for name in chosen], 1, 0.5)
+        meant = f"it is called {NAME}, not {near[0]}" if near else f"add {NAME} to it, or unset it"
+        return f"VLLM_PLUGINS={environ['VLLM_PLUGINS']} keeps vllm-rocm-fixes out", meant
+    if patches and read.skip >= set(patches):
+        return "ROCM_FIXES_SKIP names every patch, so nothing is mended", "name fewer, or unset it"
+    return None
+
+
 def folders_of(root: Path) -> list[str] | None:
     """The folder of an environment that holds vllm/ itself, as an unpacked image does; None for a checkout."""
     return [str(root)] if any(root.glob("*.dist-info")) else None
@@ -55,13 +74,9 @@ def _door(
     points = [point for point in first.entry_points if point.group == group and point.value == value]
     if not points:
         return Door(group, False, f"{PROJECT} {first.version} as installed has no {value} in {group}: install it anew")
-    if settings.read((), environ).off:
-        return Door(group, False, f"ROCM_FIXES={environ.get('ROCM_FIXES')} switches everything off")
-    chosen = environ["VLLM_PLUGINS"].split(",") if "VLLM_PLUGINS" in environ else None
-    if chosen is not None and points[0].name not in chosen:
-        near = difflib.get_close_matches(NAME, [name.strip() for name in chosen], 1, 0.5)
-        meant = f"it is called {NAME}, not {near[0]}" if near else f"add {NAME}"
-        return Door(group, False, f"VLLM_PLUGINS={environ['VLLM_PLUGINS']} leaves us out: {meant}")
+    reason = shut(environ)
+    if reason:
+        return Door(group, False, ": ".join(reason))
     oddities = []
     if len({d.version for d in ours}) > 1:
         places = ", ".join(f"{d.version} in {d.locate_file('')}" for d in ours)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .._version import __version__
 
 if TYPE_CHECKING:
-    from ..installed import Installation
+    from ..installation import Installation
     from ..patch import Patch
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -52,6 +52,21 @@ def add_command(
     )
     parser.set_defaults(run=run)
     return parser
+
+
+def number(kind: type[int] | type[float], what: str, most: float) -> Callable[[str], float]:
+    """The type of an option that takes a number above 0 and no more than most; what says in words which."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind()
+        if not 0 < value <= most:
+            raise argparse.ArgumentTypeError(f"{text} isn't {what}")
+        return value
+
+    return read
 
 
 def add_vllm_option(parser: argparse.ArgumentParser) -> None:

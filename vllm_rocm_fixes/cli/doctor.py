@@ -16,10 +16,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import locks, records
+from .. import doors, locks, records
 from ..installation import Installation
 from ..installed import older
-from . import Stop, add_command, add_vllm_option, all_patches, installation
+from . import Stop, add_command, add_vllm_option, all_patches, installation, number
 
 if TYPE_CHECKING:
     from . import Subparsers
@@ -107,7 +107,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_vllm_option(parser)
     parser.add_argument(
         "--pid",
-        type=int,
+        type=number(int, "the id of a process", 1 << 22),
         metavar="PID",
         help="look into this running process too: its HIP runtime, who answers for it, and its environment",
     )
@@ -313,11 +313,9 @@ def _variables(node: Node) -> Iterator[Finding]:
     names = [patch.name for patch in all_patches()] + [guard.name for guard in GUARDS]
     for complaint in settings.read(names, environ).complaints:
         yield Finding(complaint, "mend the name or the value")
-    if "VLLM_PLUGINS" in environ and "rocm_fixes" not in environ["VLLM_PLUGINS"].split(","):
-        yield Finding(
-            f"VLLM_PLUGINS={environ['VLLM_PLUGINS']} keeps vllm-rocm-fixes out of every process",
-            "add rocm_fixes to it, or unset it",
-        )
+    shut = doors.shut(environ, [patch.name for patch in all_patches()])
+    if shut:
+        yield Finding(*shut)
     known = vllm_variables(node.vllm.root) if node.vllm else frozenset()
     for name in sorted(environ):
         if name == "VLLM_ROCM_USE_AITER_SAMPLER" and name not in known:
@@ -372,12 +370,8 @@ def _hidden(environ: Mapping[str, str]) -> str | None:
     """Why guard hip isn't at work in a process with this environment; None: it is."""
     from .. import settings
 
-    if "VLLM_PLUGINS" in environ and "rocm_fixes" not in environ["VLLM_PLUGINS"].split(","):
-        return "VLLM_PLUGINS doesn't name rocm_fixes"
-    read = settings.read(["hip"], environ)
-    if read.off:
-        return "ROCM_FIXES is off"
-    return "ROCM_FIXES_SKIP names it" if "hip" in read.skip else None
+    shut = doors.shut(environ)
+    return shut[0] if shut else "ROCM_FIXES_SKIP names it" if "hip" in settings.read(["hip"], environ).skip else None
 
 
 # One process

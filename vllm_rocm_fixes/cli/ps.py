@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import records, settings
+from .. import doors, records
 from ..records import Record
 from . import add_command
 
@@ -22,9 +22,17 @@ if TYPE_CHECKING:
 
 _TEXT = """\
 API server, EngineCore, workers and Ray workers are joined by who started whom. A process that differs from its
-siblings is marked, and so is one that should have the overlay and hasn't. Processes of this user are shown.
+siblings is marked, and so is one that should have the overlay and hasn't.
 
-Exit status: 0 all alike; 1 one is marked, or none runs."""
+Listed are, of this user, on this host and in this container:
+  - each process that has a record, which the overlay writes when vLLM loads its plugins, in scripts too;
+  - a fork of such a process, and a child of it that has loaded torch;
+  - with or without a record, what vLLM or Ray titled (VLLM::EngineCore, ray::RayWorkerWrapper), `vllm serve`, and
+    `python -m vllm.entrypoints...`.
+Not listed is a Python script that uses vLLM and has no record: its plugins aren't loaded yet, or the overlay is
+switched off, kept out or not installed there. `vllm-rocm-fixes doctor --pid PID` tells of its environment.
+
+Exit status: 0 all alike; 1 one is marked, or none is listed."""
 _USUAL = ("applied", "waiting", "clear", "absent")  # states that need no name
 _STARTING = 120  # seconds that a process may take from its start to the plugin door
 
@@ -68,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(
             "\n\n".join("\n".join(_lines(service, args.patches)) for service in services)
-            or "No vLLM of this user runs here."
+            or "No process of vLLM's is listed; which ones are is told by `vllm-rocm-fixes ps --help`."
         )
         if elsewhere:
             print(f"\n{elsewhere} records belong to other hosts or containers: ask there.")
@@ -128,10 +136,9 @@ def _kept_out(process: Shown) -> str | None:
     except OSError:
         entries = []
     environ = {key: value for key, _, value in (os.fsdecode(entry).partition("=") for entry in entries)}
-    if settings.read((), environ).off:
-        return f"ROCM_FIXES={environ['ROCM_FIXES']}"
-    if "VLLM_PLUGINS" in environ and "rocm_fixes" not in environ["VLLM_PLUGINS"].split(","):
-        return f"VLLM_PLUGINS={environ['VLLM_PLUGINS']} doesn't name rocm_fixes"
+    shut = doors.shut(environ)
+    if shut:
+        return shut[0]
     return (
         "the overlay isn't installed for its Python, or no plugin is loaded yet"
         if process.seconds > _STARTING
@@ -248,7 +255,7 @@ def _lines(service: Shown, named: bool) -> Iterator[str]:
         release, root = first.data.get("vllm") or "of unknown version", first.data.get("root")
         yield f"vLLM {release} in {root}, vllm-rocm-fixes {first.data.get('overlay')}"
     else:
-        yield "vLLM without vllm-rocm-fixes"
+        yield "vLLM, and no process here has a record of vllm-rocm-fixes"
     wide = max(2 * depth + len(process.role) for depth, process in processes)
     yield f"{'PID':>8}  {'ROLE':<{wide}}  {'UP':>8}  {'MS':>6}  PATCHES"
     for depth, process in processes:

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import node, traces
+from .. import doors, node, traces
 from ..start import GPU, STEPS, start
-from . import Stop, add_command, add_vllm_option, installation
+from . import Stop, add_command, add_vllm_option, all_patches, installation, number
 
 if TYPE_CHECKING:
     from ..installation import Installation
@@ -38,7 +38,8 @@ A check that has no answer on this machine says why.
 No AMD node was available while this was made: --real was tried on vLLM's CPU platform only, and nothing was proven
 with a real /dev/kfd. The report says so too, where this machine has none.
 
-Exit status: 0 everything that is claimed is so; 1 something isn't, and the last lines say what."""
+Exit status: 0 everything that is claimed is so; 1 something isn't, and the last lines say what; 2 nothing was checked,
+such as under ROCM_FIXES=off, where nothing is claimed, or bad input."""
 _UNPROVEN = "Nothing here is proven on an AMD node or with a real /dev/kfd: that takes --real on a node that has one"
 _UNPROVEN_REAL = "This command was never tried on an AMD node, or with a real /dev/kfd, before this one"
 SETS = {"image": node.IMAGE, "pip": node.PIP, "all": node.EVERYTHING}
@@ -115,15 +116,19 @@ def add_parser(subparsers: Subparsers) -> None:
         help="what the stand-in node holds: image (aiter, tilelang, mori; the default), pip (aiter, tilelang) or all",
     )
     parser.add_argument(
-        "--step", action="append", metavar="STEP", choices=STEPS, help=f"only this step: {', '.join(STEPS[:13])}"
+        "--step", action="append", metavar="STEP", choices=STEPS, help=f"only this step: {', '.join(STEPS)}"
     )
-    parser.add_argument("--limit", type=float, default=600, metavar="S", help="seconds for each child (600)")
+    limit = number(float, "a number of seconds, above 0 and up to a million", 1e6)
+    parser.add_argument("--limit", type=limit, default=600, metavar="S", help="seconds for each child (600)")
     parser.add_argument("--json", action="store_true", help="print JSON, with every chain")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run both sides, and print what they did. Returns the exit status."""
     vllm = installation(args)
+    shut = _shut(vllm.root)
+    if shut:
+        raise Stop(f"nothing was checked, because nothing is claimed here: {shut}")
     root = args.vllm.absolute() if args.vllm is not None else None
     with tempfile.TemporaryDirectory(prefix="vllm-rocm-fixes-verify-") as name:
         folder = Path(name)
@@ -132,6 +137,14 @@ def run(args: argparse.Namespace) -> int:
     report["wrong"] = list(wrong(report))
     print(json.dumps(report, indent=2, default=_plain) if args.json else "\n".join(_lines(report)))
     return 1 if report["wrong"] else 0
+
+
+def _shut(root: Path) -> str | None:
+    """Why the overlay claims nothing in a child of this command; None: it is let in."""
+    reason = doors.shut(os.environ, [patch.name for patch in all_patches()])
+    folders = dict.fromkeys((str(root), *sys.path))
+    closed = [door.reason for door in doors.look(list(folders)) if not door.open and door.group == doors.GENERAL]
+    return ": ".join(reason) if reason else next(iter(closed), None)
 
 
 def _on_the_stand_in(args: argparse.Namespace, folder: Path, vllm: Installation, root: Path | None) -> dict[str, Any]:
@@ -304,7 +317,7 @@ def wrong(report: Mapping[str, Any]) -> Iterator[str]:
         elif patch["state"] in ("failed", "unknown"):
             yield f"{name} is {patch['state']}: {patch['reason']}"
     if "registered" not in report["doors"]:
-        yield "vLLM didn't load the overlay's plugin (VLLM_PLUGINS, ROCM_FIXES=off, or not installed for this Python)"
+        yield "vLLM didn't load the overlay's plugin, and `vllm-rocm-fixes status` calls its door open: report it"
     gpu = report.get("gpu") or {}
     if gpu.get("error"):
         yield f"this machine's platform can't be asked: {gpu['error']}"
