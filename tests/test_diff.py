@@ -130,6 +130,19 @@ def test_errors_are_one_line_each(tmp_path):
         assert done.stderr.startswith(b"vllm-rocm-fixes: ") and done.stderr.count(b"\n") == 1, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("smapler", "no patch is called smapler; did you mean sampler?"),
+        ("xyzzy", "no patch is called xyzzy (there are: "),
+        *((g.name, f"{g.name} is a guard: it acts on a process and edits no file of vLLM's") for g in GUARDS),
+    ],
+)
+def test_a_name_that_is_no_patch_is_told(name, said):
+    done = diff(name, "--vllm", tree("0.23.0"))
+    assert done.returncode == 2 and done.stderr.decode().startswith(f"vllm-rocm-fixes: {said}")
+
+
 # The series
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -95,10 +96,10 @@ def test_text_is_plain_when_piped_and_a_table_at_a_terminal(status):
     rows = {line.split()[0]: line.split() for line in lines if line}
     found = {o.patch.name: o.verdict.kind for o in survey(tree("0.23.0"), SERIES)}
     assert {p: rows[p][1] for p in found} == found
-    assert all(rows[p.name][2:4] == [p.until or "-", p.module] for p in SERIES)
+    assert all(rows[p.name][2] == (p.until or "-") for p in SERIES)
     ours, theirs = pty.openpty()
     child = [sys.executable, "-m", "vllm_rocm_fixes", "status", "--vllm", str(tree("0.23.0"))]
-    process = subprocess.Popen(child, stdout=theirs, env={**CLEAN, "TERM": "xterm", "COLUMNS": "120"})
+    process = subprocess.Popen(child, stdout=theirs, env={**CLEAN, "TERM": "xterm", "COLUMNS": "100"})
     os.close(theirs)
     shown = b""
     try:
@@ -107,13 +108,33 @@ def test_text_is_plain_when_piped_and_a_table_at_a_terminal(status):
     except OSError:  # the terminal has gone with the process
         pass
     assert process.wait() == 0
-    assert b"sampler" in shown
+    _is_readable(re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).replace("\r", ""), tree("0.23.0"))
     try:
         import rich  # noqa: F401
     except ImportError:
         assert b"\x1b" not in shown
     else:
         assert b"\x1b[33mneeded" in shown
+
+
+@pytest.mark.parametrize("version", ["0.14.0", "0.33.0", *NIGHTLIES])
+def test_the_table_fits_in_100_columns_and_loses_nothing(status, version):
+    _is_readable(status("--vllm", tree(version))[1], tree(version))
+
+
+def _is_readable(text, root):
+    """The lines of the table are no longer than 100; verdict, reason, module and origins are there, in one style."""
+    table = [line for line in text.splitlines() if not line.startswith(("vLLM ", "door ")) and str(root) not in line]
+    assert max(map(len, table)) <= 100
+    whole = "".join("".join(line.strip("│ ").split()) for line in table).replace("│", "")
+    for outcome in survey(root, SERIES):
+        patch, (verdict, reason) = outcome.patch, outcome.verdict
+        named = "".join(f"#{origin.rpartition('#')[2]}" for origin in patch.origin)
+        start = f"{patch.name}{verdict}{patch.until or '-'}{''.join(reason.split())}{patch.module};"
+        assert start in whole
+        said = whole.partition(start)[2]
+        assert "".join(re.findall(r"#\d+", said)[: len(patch.origin)]) == named
+    assert "vllm-project" not in text and re.findall(r"vLLM\s+#\d+", text)
 
 
 def test_nothing_of_vllm_or_torch_is_imported():
@@ -296,7 +317,7 @@ def test_what_is_baked_is_told(status, root):
     assert {f["on_disk"] for f in said["baked"]["files"]} == {"baked"}
     sampler = said["patches"][0]
     assert (sampler["verdict"], sampler["outcome"]) == ("clear", "baked") and sampler["reason"].endswith("; baked")
-    assert f"baked by {__version__}: " in status("--vllm", root)[1]
+    assert f"baked by {__version__}: these files\n  {SAMPLER} (baked)\n" in status("--vllm", root)[1]
     record = root / baking.STORE / "record.json"
     record.write_text(record.read_text().replace('"finished": true', '"finished": false'))
     assert "it was interrupted" in status("--vllm", root)[1]

@@ -22,7 +22,13 @@ from .rewrite import rewrite, same
 from .survey import Surveyed, modules
 
 _PACKAGE = __package__ or "vllm_rocm_fixes"
-_PROJECTS = {"vllm": "vllm-project/vllm", "aiter": "ROCm/aiter", "tilelang": "tile-ai/tilelang", "mori": "ROCm/mori"}
+_PROJECTS = {
+    "vllm": "vllm-project/vllm",
+    "aiter": "ROCm/aiter",
+    "tilelang": "tile-ai/tilelang",
+    "mori": "ROCm/mori",
+    "rocm-systems": "ROCm/rocm-systems",
+}
 # In the series these two modules hold nothing else: there are no doors without the overlay.
 _BARE = {
     _PACKAGE: f'"""What the mended vLLM calls; from vllm-rocm-fixes {__version__}."""\n',

@@ -40,7 +40,7 @@ def read(names: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
     complaints = []
     for variable in environ:
         if variable.startswith("ROCM_FIXES") and variable not in SWITCHES:
-            complaints.append(f"{variable} isn't a switch{_nearest(variable, SWITCHES)}")
+            complaints.append(f"{variable} isn't a switch{nearest(variable, SWITCHES)}")
         elif variable in SWITCHES and variable not in ("ROCM_FIXES_SKIP", "ROCM_FIXES_CACHE"):
             value = environ[variable].strip().lower()
             if value and value not in _WORDS:
@@ -49,7 +49,7 @@ def read(names: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
     wanted = {name.strip() for name in environ.get("ROCM_FIXES_SKIP", "").split(",")} - {""}
     for name in sorted(wanted - names):
         complaints.append(
-            f"ROCM_FIXES_SKIP={name} skips nothing: no patch or guard is called that{_nearest(name, names)}"
+            f"ROCM_FIXES_SKIP={name} skips nothing: no patch or guard is called that{nearest(name, names)}"
         )
     return Settings(
         off=not flag("ROCM_FIXES", True, environ),
@@ -59,7 +59,8 @@ def read(names: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
     )
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """How a complaint about a name that isn't known ends: with the nearest that is, or with all of them."""
     import difflib  # only where somebody misspelt a name
 
     near = difflib.get_close_matches(name, sorted(known), 1, 0.5)

@@ -115,11 +115,15 @@ def selected(names: Sequence[str] = ()) -> tuple[list[Patch], frozenset[str]]:
     from ..guards import GUARDS
 
     series = all_patches()
-    known = [patch.name for patch in series]
+    known, guards = [patch.name for patch in series], [guard.name for guard in GUARDS]
     for name in names:
+        if name in guards:
+            raise Stop(
+                f"{name} is a guard: it acts on a process and edits no file of vLLM's, so there is no diff of it"
+            )
         if name not in known:
-            raise Stop(f"no patch is called {name}; there are {', '.join(known)}")
-    switches = settings.read([*known, *(guard.name for guard in GUARDS)])
+            raise Stop(f"no patch is called {name}{settings.nearest(name, known)}")
+    switches = settings.read([*known, *guards])
     for complaint in switches.complaints:
         print(f"{PROGRAM}: {complaint}", file=sys.stderr)
     return [patch for patch in series if not names or patch.name in names], switches.skip

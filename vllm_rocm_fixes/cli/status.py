@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,29 +151,47 @@ def _head(found: dict[str, Any]) -> Iterator[str]:
         yield f"baked: {found['baked_trouble']}"
     elif baked:
         state = "" if baked["finished"] else "; it was interrupted, so run bake or unbake again"
-        files = ", ".join(f"{f['path']} ({f['on_disk']})" for f in baked["files"])
-        yield f"baked by {baked['overlay']}: {files}{state}"
+        yield f"baked by {baked['overlay']}: these files{state}"
+        yield from (f"  {f['path']} ({f['on_disk']})" for f in baked["files"])
 
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows = [
-        (p["name"], p["verdict"], p["until"] or "-", p["module"], ", ".join(p["origin"]), p["reason"])
-        for p in found["patches"]
+    """For each patch and guard the cells of its row: three short ones, the reason, and where it is and comes from."""
+    return [
+        (
+            *(one["name"], one["verdict"], one["until"] or "-", one["reason"]),
+            f"{one.get('module', '(guard)')}; {_named(one['origin'])}",
+        )
+        for one in (*found["patches"], *found["guards"])
     ]
-    guards = [(g["name"], g["verdict"], g["until"] or "-", "(guard)", ", ".join(g["origin"])) for g in found["guards"]]
-    return rows + [(*row, g["reason"]) for row, g in zip(guards, found["guards"], strict=True)]
 
 
-HEADINGS = ("patch", "verdict", "until", "module", "origin", "reason")
+def _named(origins: Sequence[str]) -> str:
+    """Origins in one style, whichever way each is written: "vLLM #44823, #43331, AITER #4585"."""
+    numbers: dict[str, list[str]] = {}
+    for origin in origins:
+        project, _, number = origin.rpartition("#")
+        numbers.setdefault(project.strip().replace("vllm-project/vllm", "vLLM"), []).append(f"#{number}")
+    return ", ".join(f"{project} {', '.join(each)}" for project, each in numbers.items())
+
+
+HEADINGS = ("patch", "verdict", "until", "reason")
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield from _head(found)
     yield ""
-    rows = [HEADINGS, *_rows(found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    rows = [(*HEADINGS, ""), *_rows(found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    width = max(80, shutil.get_terminal_size((100, 24)).columns)  # a pipe has none of its own
+    for *short_ones, reason, where in rows:
+        start = "".join(f"{cell:<{wide + 2}}" for cell, wide in zip(short_ones, widths, strict=True))
+        yield from _wrapped(start, reason, width)
+        yield from _wrapped("    ", where, width)
+
+
+def _wrapped(start: str, text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)
 
 
 def _print_table(found: dict[str, Any]) -> None:
@@ -182,9 +202,9 @@ def _print_table(found: dict[str, Any]) -> None:
     console = Console()
     for line in _head(found):
         console.print(escape(line), highlight=False)
-    table = Table(*HEADINGS[:3], "where, why")
-    for name, verdict, until, module, origin, reason in _rows(found):
+    table = Table(*HEADINGS[:3])
+    table.add_column(HEADINGS[3], overflow="fold")
+    for name, verdict, until, reason, where in _rows(found):
         colour = COLOURS.get(verdict, "none")
-        text = f"{escape(reason)}\n[dim]{escape(module)}, {escape(origin)}[/dim]"
-        table.add_row(name, f"[{colour}]{verdict}[/]", until, text)
+        table.add_row(name, f"[{colour}]{verdict}[/]", until, f"{escape(reason)}\n[dim]{escape(where)}[/dim]")
     console.print(table)
