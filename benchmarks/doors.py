@@ -42,13 +42,13 @@ CODE = """
 import json, sys, time
 from types import SimpleNamespace
 import vllm, vllm_rocm_fixes
-from vllm_rocm_fixes.importing import locate
+from importlib.machinery import PathFinder
 from vllm_rocm_fixes.process import Process
 current = vllm_rocm_fixes.current()
 vllm_rocm_fixes.prepare(); vllm_rocm_fixes.register()
 found = {}
 for module in dict.fromkeys(p.module for p in current.series):
-    spec = locate(module, current.site.root)
+    spec = PathFinder.find_spec(module, [str(current.site.root.joinpath(*module.split('.')[:-1]))])
     if spec is None or not module.startswith("vllm."):
         continue
     pairs = []

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import os
 import py_compile
-from importlib.machinery import SourcelessFileLoader
+from importlib.machinery import PathFinder, SourcelessFileLoader
 from types import CodeType
 
 import pytest
@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from releases import tree
 
-from vllm_rocm_fixes.importing import Loader, locate
+from vllm_rocm_fixes.importing import Loader
 from vllm_rocm_fixes.installed import path_of
 from vllm_rocm_fixes.late import BINDER
 from vllm_rocm_fixes.live import functions, same
@@ -331,7 +331,7 @@ def test_only_a_pyc(module, tmp_path):
     path.parent.mkdir(parents=True)
     (tmp_path / "m.py").write_text(sources(module)[0][1])
     py_compile.compile(str(tmp_path / "m.py"), str(path.with_suffix(".pyc")), doraise=True)
-    spec = locate(module, root)
+    spec = PathFinder.find_spec(module, [str(path.parent)])
     process = Process(MODULES[module], ())
     assert type(spec.loader) is SourcelessFileLoader
     assert process._code(module, spec.loader, spec.origin) is None

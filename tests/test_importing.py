@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -434,11 +433,3 @@ def test_an_error_of_the_module_arrives_as_it_does_on_stock(shop, statement):
 def test_run_with_m(shop):
     (shop / "goods.py").write_text('import json\nif __name__ == "__main__":\n    print(json.dumps("stock"))\n')
     assert child("enter()\nimport runpy\nrunpy.run_module('shop.goods', run_name='__main__')", shop.parent) == "mended"
-
-
-def test_locate_finds_without_importing(shop, tmp_path):
-    from vllm_rocm_fixes.importing import locate
-
-    found = locate("shop.goods", shop.parent)
-    assert found is not None and Path(found.origin) == shop / "goods.py" and "shop" not in sys.modules
-    assert locate("shop.nothing", shop.parent) is None and locate("none.at.all", tmp_path) is None

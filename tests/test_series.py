@@ -15,13 +15,13 @@ SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler"
 START = f"""
 import hashlib, json, marshal, sys
 import vllm, vllm_rocm_fixes
-from vllm_rocm_fixes.importing import locate
+from importlib.machinery import PathFinder
 vllm_rocm_fixes.prepare()
 vllm_rocm_fixes.register()
 process = vllm_rocm_fixes.current()
 results = {{name: [r.state, r.reason, *r.patch[:6]] for name, r in process.results.items()}}
 read = [m for m in sys.modules if m.startswith("vllm_rocm_fixes.patches")]
-spec = locate({SAMPLER!r}, process.site.root)
+spec = PathFinder.find_spec({SAMPLER!r}, [str(process.site.root / 'vllm/v1/sample/ops')])
 code = process._code(spec.name, spec.loader, spec.origin)
 read_for_code = [m for m in sys.modules if m.startswith("vllm_rocm_fixes.patches")]
 told = code and hashlib.sha256(marshal.dumps(code)).hexdigest()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import os
-import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -169,13 +168,6 @@ def source_of(name: str, loader: Any, origin: str | None) -> tuple[bytes | str |
     get_source = getattr(loader, "get_source", None)
     source: str | None = get_source(name) if get_source else None
     return source, origin or f"<{name}>"
-
-
-def locate(name: str, root: Path) -> importlib.machinery.ModuleSpec | None:
-    """The stock spec of a module below root (a folder or a place in an archive), without importing its parents."""
-    parent = root.joinpath(*name.split(".")[:-1])
-    importer = pkgutil.get_importer(str(parent))
-    return importer.find_spec(name) if importer is not None and hasattr(importer, "find_spec") else None
 
 
 def install(finder: Finder) -> None:

@@ -73,7 +73,7 @@ def same(a: object, b: object) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, CodeType) and isinstance(b, CodeType):
-        return all(getattr(a, x) == getattr(b, x) for x in _COMPARED) and same(a.co_consts, b.co_consts)
+        return a == b or (all(getattr(a, x) == getattr(b, x) for x in _COMPARED) and same(a.co_consts, b.co_consts))
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(same, a, b))
     return a == b and (not isinstance(a, float | complex) or repr(a) == repr(b))

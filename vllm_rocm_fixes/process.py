@@ -21,10 +21,11 @@ from typing import Any, Literal, NamedTuple
 from . import records, settings, store
 from ._version import __version__
 from .guards import Guard
-from .importing import Finder, Loader, install, locate, source_of
-from .installed import belongs, missing, version
+from .importing import Finder, Loader, install, source_of
+from .installed import version
 from .live import NotStock, transplant
-from .patch import Mended, Outcome, Patch, Site, Verdict, unknown
+from .patch import Outcome, Patch, Site, Verdict, unknown
+from .survey import by_module, remembered
 
 # vLLM shows INFO only below its own logger.
 logger = logging.getLogger("vllm.rocm_fixes")
@@ -48,9 +49,8 @@ class Process:
         self.settings = self._read()
         self.site = Site(skipped=self.settings.skip)
         self.results: dict[str, Result] = {}
-        self._wanted = self._by_module(p for p in series if p.name not in self.settings.skip)
+        self._wanted = by_module(p for p in series if p.name not in self.settings.skip)
         self._pending = set(self._wanted)  # modules not mended yet
-        self._surveyed: dict[str, tuple[bytes | str, str, Mended]] = {}
         self._prepared = self._registered = False
         self._kept: set[str] = set()  # guards that were switched off too late
         self.milliseconds = 0.0  # spent in the two doors
@@ -108,7 +108,7 @@ class Process:
             if self._registered:
                 return
             self._registered = True
-            self._survey_all()
+            self._survey()
             self._hand_switches_to_ray()
             self._say_line()
             self.milliseconds += 1000 * (time.perf_counter() - begun)
@@ -151,7 +151,7 @@ class Process:
             return
         if before.off or not self._prepared:
             self._prepared = False
-            self._wanted = self._by_module(p for p in self.series if p.name not in self.settings.skip)
+            self._wanted = by_module(p for p in self.series if p.name not in self.settings.skip)
             self._pending = set(self._wanted)
             return
         for complaint in self.settings.complaints:
@@ -221,13 +221,6 @@ class Process:
         return [p.name for p in self.series if p.name in self.results and self.results[p.name].state == state]
 
     @staticmethod
-    def _by_module(patches: Iterable[Patch]) -> dict[str, list[Patch]]:
-        modules: dict[str, list[Patch]] = {}
-        for patch in patches:
-            modules.setdefault(patch.module, []).append(patch)
-        return modules
-
-    @staticmethod
     def _root() -> Path | None:
         """The folder that holds the vllm being imported; a plugin is only called where there is one."""
         folders = list(getattr(sys.modules.get("vllm"), "__path__", ()))
@@ -247,20 +240,13 @@ class Process:
             if source is None:
                 self._keep(module, "there is no source, only compiled code")
                 return None
-            mended = self._mend(module, source, filename)
-            self._surveyed.pop(module, None)
+            mended = store.mended(source, filename, self._wanted[module], self.site)
             self._pending.discard(module)
-            self._record(mended, "applied", "while it was imported")
+            self._record(mended.outcomes, "applied", "while it was imported")
             return mended.code
         except Exception as error:
             self._keep(module, f"{type(error).__name__}: {error}")
             return None
-
-    def _mend(self, module: str, source: bytes | str, filename: str) -> Mended:
-        known = self._surveyed.get(module)
-        if known and known[:2] == (source, filename):
-            return known[2]
-        return store.mended(source, filename, self._wanted[module], self.site)
 
     # The live way
 
@@ -283,9 +269,9 @@ class Process:
         if source is None:
             self._keep(name, "there is no source, only compiled code")
             return
-        mended = self._mend(name, source, filename)
+        mended = store.mended(source, filename, self._wanted[name], self.site)
         if mended.code is None:
-            self._record(mended, "applied", "")
+            self._record(mended.outcomes, "applied", "")
             return
         try:
             done = transplant(module, self._stock_code(name, loader, source, filename), mended)
@@ -293,9 +279,9 @@ class Process:
             outcomes = tuple(
                 o._replace(failed=f"loaded before us: {doubt}") if o.applied else o for o in mended.outcomes
             )
-            self._record(Mended(outcomes), "applied", "")
+            self._record(outcomes, "applied", "")
             return
-        self._record(mended, "applied", str(done))
+        self._record(mended.outcomes, "applied", str(done))
         for holder in done.unreached:
             self._warn(f"{name} was loaded before us, and the old code stays in {holder}")
 
@@ -310,77 +296,25 @@ class Process:
 
     # What isn't loaded: only looked at
 
-    def _survey_all(self) -> None:
-        """Examine what isn't loaded; a file that is as it was at the last start, by size and time, isn't read again.
-
-        That decides what is said. What is done is decided by the source, when the module is imported.
-        """
-        try:  # a refusal may look at more than size and time
-            key = None if self.site.skipped else store.digest("survey", str(self.site.root), self.site.version)
-        except OSError:  # the overlay lies in an archive
-            key = None
-        recalled = store.recall(key) if key else None
-        known: dict[str, Any] = recalled if isinstance(recalled, dict) else {}
-        found = {module: self._survey(module, known.get(module)) for module in sorted(self._pending)}
-        fresh = {module: row for module, row in found.items() if row and row != known.get(module)}
-        if key and fresh:
-            store.keep(key, known | fresh)
-
-    def _survey(self, module: str, known: Any) -> Any:
-        """Record the verdicts on a module, and return them with what tells its file; None where that isn't to be kept.
-
-        known is what this returned at an earlier start.
-        """
+    def _survey(self) -> None:
+        """Say what is found in the modules that aren't loaded."""
+        root, modules = self.site.root, sorted(self._pending)
+        if root is not None and not root.is_dir():  # an archive: they speak for themselves when they are imported
+            return
         try:
-            root = self.site.root
-            spec = locate(module, root) if root and belongs(module, root) else None
             if root is None:
-                self._keep(module, "vLLM has no folder")
-                return None
-            if spec is None:
-                if not known or known[0] is not None:
-                    verdicts = {patch.name: missing(patch, root, self.site.version) for patch in self._wanted[module]}
-                    known = None, [(name, *verdict) for name, verdict in verdicts.items()]
-                self._record(self._recalled(module, known[1]), "waiting", "")
-                return known
-            file = self._file(spec.origin)
-            if file and known and known[0] == file:
-                self._record(self._recalled(module, known[1]), "waiting", "when it is imported")
-                return known
-            source, filename = source_of(module, spec.loader, spec.origin)
-            if source is None:
-                self._keep(module, "there is no source, only compiled code")
-                return None
-            mended = self._mend(module, source, filename)
-            self._surveyed[module] = source, filename, mended
-            self._record(mended, "waiting", "when it is imported")
-            if file is None or any(o.refused or o.failed for o in mended.outcomes):
-                return None
-            return file, [(o.patch.name, *o.verdict) for o in mended.outcomes]
+                raise LookupError("vLLM has no folder")
+            found = remembered([patch for module in modules for patch in self._wanted[module]], self.site)
         except Exception as error:
-            self._keep(module, f"{type(error).__name__}: {error}")
-            return None
-
-    def _recalled(self, module: str, rows: Any) -> Mended:
-        patches = {patch.name: patch for patch in self._wanted[module]}
-        return Mended(tuple(Outcome(patches[name], Verdict(kind, reason)) for name, kind, reason in rows))
-
-    @staticmethod
-    def _file(origin: str | None) -> tuple[str, int, int] | None:
-        """What tells whether a source file is still the same, as Python's own .pyc does; None where there is none.
-
-        In whole seconds: the layers of an image keep no more.
-        """
-        try:
-            status = os.stat(origin or "")
-        except OSError:
-            return None
-        return (origin, status.st_size, int(status.st_mtime)) if origin and origin.endswith(".py") else None
+            for module in modules:
+                self._keep(module, f"{type(error).__name__}: {error}")
+        else:
+            self._record(found, "waiting", "when it is imported")
 
     # What is written down and said
 
-    def _record(self, mended: Mended, applied: State, way: str) -> None:
-        for outcome in mended.outcomes:
+    def _record(self, outcomes: Iterable[Outcome], applied: State, way: str) -> None:
+        for outcome in outcomes:
             if outcome.failed or outcome.refused:
                 state: State = "failed" if outcome.failed else "refused"
                 self._put(Result(outcome.patch, state, outcome.failed or outcome.refused or ""))

@@ -24,6 +24,7 @@ from .patch import Mended, Outcome, Patch, Site, Verdict
 
 _DIGEST = 32  # bytes of a SHA-256
 _MOST = 200  # entries: some two dozen, for a few releases and versions of the overlay
+_unkept: dict[bytes, Mended] = {}  # made in this process, where the folder didn't take it
 
 
 def folder() -> Path:
@@ -57,13 +58,13 @@ def mended(source: bytes | str, filename: str, patches: Sequence[Patch], site: S
     if not (site.skipped and any(patch.refuse for patch in patches)):  # which may look at more than the key covers
         with contextlib.suppress(OSError):  # the overlay lies in an archive
             found_by = key(source, filename, patches, site)
-    found = load(found_by, patches) if found_by else None
+    found = (_unkept.pop(found_by, None) or load(found_by, patches)) if found_by else None
     if found is None:
         from .mend import mend  # a warm start has no use for it
 
         found = mend(source, filename, patches, site)
-        if found_by:
-            save(found_by, found)
+        if found_by and not save(found_by, found):
+            _unkept[found_by] = found._replace(tree=None)
     return found
 
 
@@ -77,11 +78,12 @@ def load(wanted: bytes, patches: Sequence[Patch]) -> Mended | None:
     return None
 
 
-def save(wanted: bytes, mended: Mended) -> None:
-    """Keep mended code. What was refused or failed isn't kept: it may be mended tomorrow."""
-    if not any(o.refused or o.failed for o in mended.outcomes):
-        outcomes = [(o.patch.name, o.verdict.kind, o.verdict.reason) for o in mended.outcomes]
-        keep(wanted, (outcomes, mended.code, sorted(mended.decorated), dict(mended.added)))
+def save(wanted: bytes, mended: Mended) -> bool:
+    """Keep mended code; False where that failed. What was refused or failed isn't kept: it may be mended tomorrow."""
+    if any(o.refused or o.failed for o in mended.outcomes):
+        return False
+    outcomes = [(o.patch.name, o.verdict.kind, o.verdict.reason) for o in mended.outcomes]
+    return keep(wanted, (outcomes, mended.code, sorted(mended.decorated), dict(mended.added)))
 
 
 def recall(wanted: bytes) -> Any:
@@ -101,8 +103,8 @@ def recall(wanted: bytes) -> Any:
     return None
 
 
-def keep(wanted: bytes, value: Any) -> None:
-    """Write an entry, whole or not at all. The value is of what marshal knows."""
+def keep(wanted: bytes, value: Any) -> bool:
+    """Write an entry, whole or not at all: False. The value is of what marshal knows."""
     payload = marshal.dumps(value)
     with contextlib.suppress(OSError, RuntimeError):
         place = folder()
@@ -110,7 +112,7 @@ def keep(wanted: bytes, value: Any) -> None:
         with contextlib.suppress(FileExistsError):
             place.mkdir(mode=0o700)
         if not _ours_alone(os.lstat(place), stat.S_ISDIR):
-            return
+            return False
         descriptor, partial = tempfile.mkstemp(dir=place)
         try:
             with open(descriptor, "wb") as file:
@@ -118,9 +120,11 @@ def keep(wanted: bytes, value: Any) -> None:
             os.replace(partial, place / wanted.hex())
             for entry in sorted(os.scandir(place), key=lambda e: e.stat().st_mtime_ns)[:-_MOST]:
                 os.unlink(entry)
+            return True
         except OSError:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(partial)
+    return False
 
 
 def _ours_alone(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:

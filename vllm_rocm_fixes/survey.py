@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from . import store
-from .installed import missing, path_of, version
-from .mend import mend
-from .patch import Mended, Outcome, Patch, Site, unknown
+from .installed import belongs, missing, path_of, version
+from .patch import Mended, Outcome, Patch, Site, Verdict, unknown
+
+Way = Callable[[bytes, str, Sequence[Patch], Site], Mended]
 
 
-@dataclass(frozen=True)
-class Surveyed:
+class Surveyed(NamedTuple):
     """One module and what became of its patches; path and source are None where the module has no source file."""
 
     module: str
@@ -29,19 +30,19 @@ def modules(
     skipped: frozenset[str] = frozenset(),
     *,
     read: Callable[[Path], bytes] = Path.read_bytes,
-    how: Callable[[bytes, str, Sequence[Patch], Site], Mended] = mend,
+    how: Way | None = None,
 ) -> Iterator[Surveyed]:
     """Every module of the series below root, the folder that holds vllm/, in the order of the series.
 
     release is what the files say of themselves, read where it isn't given. A patch named in skipped is left out; the
-    others are told what is skipped. read gives the source of a file, how the mended module.
+    others are told what is skipped. read gives the source of a file, how the mended module (mend() by default).
     """
+    if how is None:
+        from .mend import mend  # a warm start has no use for it
+
+        how = mend
     site = Site(root, release or version(root), skipped)
-    by_module: dict[str, list[Patch]] = {}
-    for patch in series:
-        if patch.name not in skipped:
-            by_module.setdefault(patch.module, []).append(patch)
-    for module, patches in by_module.items():
+    for module, patches in by_module(p for p in series if p.name not in skipped).items():
         yield _survey(module, patches, site, read, how)
 
 
@@ -55,13 +56,44 @@ def survey(
     return sorted(outcomes, key=lambda outcome: order[outcome.patch.name])
 
 
-def _survey(
-    module: str,
-    patches: Sequence[Patch],
-    site: Site,
-    read: Callable[[Path], bytes],
-    how: Callable[[bytes, str, Sequence[Patch], Site], Mended],
-) -> Surveyed:
+def remembered(series: Sequence[Patch], site: Site) -> list[Outcome]:
+    """As survey, but a file that is as it was at the last start, by size and time, isn't read again.
+
+    That decides what is said. What is done is decided by the source, when the module is imported.
+    """
+    root = site.root or Path()
+    try:  # a refusal may look at more than size and time
+        key = None if site.skipped else store.digest("survey", str(root), site.version)
+    except OSError:  # the overlay lies in an archive
+        key = None
+    if key is None:
+        return survey(root, series, site.version, site.skipped)
+    known: dict[str, Any] = store.recall(key) or {}
+    outcomes, fresh = [], {}
+    for module, patches in by_module(series).items():
+        file = _stamp(root, module)
+        if file and module in known and known[module][0] == file:
+            named = {patch.name: patch for patch in patches}
+            outcomes += [Outcome(named[name], Verdict(*verdict)) for name, *verdict in known[module][1]]
+            continue
+        found = _survey(module, patches, site, Path.read_bytes, store.mended).mended.outcomes
+        outcomes += found
+        if file and not any(o.refused or o.failed for o in found):
+            fresh[module] = file, [(o.patch.name, *o.verdict) for o in found]
+    if fresh:
+        store.keep(key, known | fresh)
+    return outcomes
+
+
+def by_module(patches: Iterable[Patch]) -> dict[str, list[Patch]]:
+    """The patches of each module, in the order given."""
+    modules: dict[str, list[Patch]] = {}
+    for patch in patches:
+        modules.setdefault(patch.module, []).append(patch)
+    return modules
+
+
+def _survey(module: str, patches: Sequence[Patch], site: Site, read: Callable[[Path], bytes], how: Way) -> Surveyed:
     root = site.root or Path()
     path = path_of(root, module)
     if path is None:
@@ -72,3 +104,18 @@ def _survey(
         verdict = unknown(f"{path} can't be read: {error.strerror}")
         return Surveyed(module, path, None, Mended(tuple(Outcome(patch, verdict) for patch in patches)))
     return Surveyed(module, path, source, how(source, str(path), patches, site))
+
+
+def _stamp(root: Path, module: str) -> tuple[str, int, int] | None:
+    """What tells whether a module's source file is still the same, as Python's own .pyc does; None where it has none.
+
+    In whole seconds: the layers of an image keep no more.
+    """
+    stem = os.path.join(root, *module.split("."))
+    for path in (os.path.join(stem, "__init__.py"), f"{stem}.py") if belongs(module, root) else ():
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue
+        return path, status.st_size, int(status.st_mtime)
+    return None
