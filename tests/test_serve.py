@@ -70,9 +70,9 @@ def test_no_process_is_left(served):
 
 
 def test_terminated_while_it_starts_no_process_is_left(tmp_path):
-    log = tmp_path / "serve.log"
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
     tool = subprocess.Popen(
-        [sys.executable, ROOT / "tools" / "serve.py", "--log", log], stdout=subprocess.PIPE, text=True
+        [sys.executable, ROOT / "tools" / "serve.py"], stdout=subprocess.PIPE, text=True, env=environ
     )
     assert tool.stdout.readline().startswith("$ ")
     children = Path(f"/proc/{tool.pid}/task/{tool.pid}/children")
@@ -84,3 +84,25 @@ def test_terminated_while_it_starts_no_process_is_left(tmp_path):
     os.kill(tool.pid, signal.SIGTERM)
     assert tool.wait(30) == 128 + signal.SIGTERM
     assert left(leaders[0]) == []
+    assert not list(tmp_path.glob("vllm-rocm-fixes-*"))  # the log is of no use to anybody
+
+
+def test_a_bad_run_keeps_its_log_and_names_it(tmp_path):
+    (tmp_path / "vllm.py").write_text("raise SystemExit('this vLLM is broken')")
+    environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, ROOT / "tools" / "serve.py", "--once"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    [log] = tmp_path.glob("vllm-rocm-fixes-*/serve.log")
+    assert done.returncode == 1 and done.stderr.endswith(f"ended with status 1; its log is {log}\n")
+    assert log.read_text() == "this vLLM is broken\n"
+
+
+def test_why_the_overlay_is_silent_is_told():
+    command = [sys.executable, "-c", "import serve; print(serve.silence())"]
+    for variables, said in {
+        ("ROCM_FIXES", "off"): "ROCM_FIXES=off switches vllm-rocm-fixes off: unset it\n",
+        ("VLLM_PLUGINS", ""): "VLLM_PLUGINS= keeps vllm-rocm-fixes out: add rocm_fixes to it, or unset it\n",
+        ("PYTHONPATH", str(ROOT / "tools")): "no variable keeps it out: see what the log says of rocm_fixes\n",
+    }.items():
+        environ = {**os.environ, "PYTHONPATH": str(ROOT / "tools"), **dict([variables])}
+        assert subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout == said

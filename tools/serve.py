@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -144,6 +145,16 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def silence() -> str:
+    """Why the overlay says nothing in a vLLM of this environment, and what to do about it."""
+    try:
+        from vllm_rocm_fixes import doors
+    except ImportError:
+        return "it isn't installed here: `make serve` installs it"
+    shut = [door.reason for door in doors.look(sys.path) if not door.open]
+    return shut[0] if shut else "no variable keeps it out: see what the log says of rocm_fixes"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--once", action="store_true", help="end after the answer")
@@ -151,12 +162,12 @@ def main() -> int:
     options = parser.parse_args()
     for number in STOPPING[1:]:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    log = options.log or Path(tempfile.mkdtemp(prefix="vllm-rocm-fixes-")) / "serve.log"
+    log, good = options.log or Path(tempfile.mkdtemp(prefix="vllm-rocm-fixes-")) / "serve.log", False
     try:
         with serving(log) as server:
             said = server.overlay()
             for name in PROCESSES:
-                for line in said.get(name, ["says nothing of vllm-rocm-fixes"]):
+                for line in said.get(name, [f"says nothing of vllm-rocm-fixes ({silence()})"]):
                     print(f"{name}: {line}")
             print(f"question: {QUESTION} ({', '.join(f'{k} {v}' for k, v in SAMPLING.items())})")
             print(f"answer: {server.ask().strip()}", flush=True)
@@ -166,12 +177,21 @@ def main() -> int:
                 raise Failed(f"vllm serve ended with status {server.process.returncode}; its log is {log}")
             missing = [name for name in PROCESSES if name not in said]
             if missing:
-                raise Failed(f"nothing was said of vllm-rocm-fixes by: {', '.join(missing)}; the log is {log}")
+                names = ", ".join(missing)
+                raise Failed(f"nothing was said of vllm-rocm-fixes by: {names} ({silence()}); the log is {log}")
+        good = True
     except Failed as failed:
         print(f"error: {failed}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        good = True
         print("\nstopped")
+    except SystemExit:  # from a signal
+        good = True
+        raise
+    finally:
+        if good and not options.log:
+            shutil.rmtree(log.parent, ignore_errors=True)
     return 0
 
 
