@@ -4,6 +4,9 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
+import zipfile
+from collections import Counter
 from pathlib import Path
 
 from releases import tree
@@ -11,8 +14,10 @@ from releases import tree
 from vllm_rocm_fixes import settings
 from vllm_rocm_fixes.guards import GUARDS
 from vllm_rocm_fixes.patches import SERIES
+from vllm_rocm_fixes.survey import survey
 
 ROOT = Path(__file__).parent.parent
+SITE = Path(sysconfig.get_path("purelib"))
 README = (ROOT / "README.md").read_text()
 OPERATORS = (ROOT / "docs" / "operators.md").read_text()
 
@@ -48,6 +53,33 @@ def test_the_verdicts_are_real():
                 found = lines.index(line, at + 1)
                 assert before == "..." or found == at + 1, line
                 at = found
+
+
+def test_how_to_find_the_folder_of_a_vllm(tmp_path):
+    """The README's question, asked of this environment's Python, which imports nothing for it; and a wheel's folder."""
+    ask = re.search(r"\$ ASK='(.+)'\n", README)[1]
+    command = [sys.executable, "-c", f"{ask}; import sys; assert 'vllm' not in sys.modules"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+    assert said("status", "--vllm", found).startswith(f"vLLM 0.32.0 in {found} ")
+    with zipfile.ZipFile(tmp_path / "vllm-0.23.0-any.whl", "w") as wheel:
+        for name in ("vllm/__init__.py", "vllm/_version.py", "vllm/v1/sample/ops/topk_topp_sampler.py"):
+            wheel.write(tree("0.23.0") / name, name)
+    assert "$ python3 -m zipfile -e vllm-0.23.0-*.whl DIR" in README
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", "vllm-0.23.0-any.whl", "DIR"], cwd=tmp_path, check=True)
+    assert "\nsampler                needed " in said("status", "--vllm", str(tmp_path / "DIR"))
+
+
+def test_the_counts_are_those_of_the_series():
+    """What a process says of itself, and the rows of ps, of the vLLM that is installed here."""
+    verdicts = Counter(outcome.verdict.kind for outcome in survey(SITE, SERIES))
+    usual = f"{verdicts['clear']} clear; {verdicts['absent']} absent"
+    [line] = re.findall(r"    Worker: vllm-rocm-fixes .* on vLLM 0.32.0: (.*\n(?:    .*\n)+)", README)
+    named, found, _ = " ".join(line.split()).partition(usual)
+    assert found and len(re.findall(r"\w+(?=,| needed)", named)) == verdicts["needed"]
+    rows = re.findall(r"(\d+) applied; (\d+) when imported; (.*)", OPERATORS)
+    assert len(rows) == 3
+    for applied, waiting, rest in rows:
+        assert (int(applied) + int(waiting), rest) == (verdicts["needed"], usual)
 
 
 def test_every_patch_guard_and_switch_is_named():

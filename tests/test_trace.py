@@ -12,11 +12,13 @@ import sys
 import textwrap
 import time
 import urllib.request
+from pathlib import Path
 
 import browser
 import pytest
+from releases import tree
 
-from vllm_rocm_fixes import traces
+from vllm_rocm_fixes import node, traces
 
 TRACE = [sys.executable, "-m", "vllm_rocm_fixes", "trace"]
 
@@ -31,6 +33,7 @@ def traced(tmp_path, env, command, *options):
     report = tmp_path / "report.json"
     done = subprocess.run(
         [*TRACE, "--json", "--output", str(report), *options, "--", *command],
+        cwd=tmp_path,
         env=env,
         capture_output=True,
         text=True,
@@ -443,6 +446,25 @@ def test_a_module_with_a_hostile_name(tmp_path, env):
 
 
 # A real service
+
+
+def test_the_example_of_the_operators_shows_the_difference(tmp_path):
+    """Run as it stands in docs/operators.md, on the stand-in node, without the overlay and with it."""
+    page = (Path(__file__).parent.parent / "docs" / "operators.md").read_text()
+    example = re.search(r"    \$ cat config.py\n((?:(?:    .*)?\n)+?)    \$ ", page)[1]
+    example, changed = re.subn(r'model="[^"]+"', 'model="models/dense", skip_tokenizer_init=True', example)
+    assert changed == 1
+    command = [sys.executable, script(tmp_path, example, "config.py")]
+    built = node.build(tmp_path / "node", version="0.23.0", vllm=tree("0.23.0"))
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("ROCM_FIXES", "VLLM_"))}
+    make = "from pathlib import Path; from rocm_standin import models; models.make(Path('models'))"
+    subprocess.run([sys.executable, "-c", make], cwd=tmp_path, env=built.environment(base), check=True)
+    seen = {}
+    for state in ("off", "on"):
+        report, _ = traced(tmp_path, built.environment(base, ROCM_FIXES=state), command)
+        seen[state] = {hazard["name"] for process in report["processes"] for hazard in process["hazards"]}
+        assert report["status"] == 0
+    assert "aiter" in seen["off"] and not seen["on"]
 
 
 def test_a_real_vllm_serve_and_ps(tmp_path, env):
