@@ -9,7 +9,7 @@ import zipfile
 from collections import Counter
 from pathlib import Path
 
-from releases import tree
+from releases import releases, tree
 
 from vllm_rocm_fixes import settings
 from vllm_rocm_fixes.guards import GUARDS
@@ -80,6 +80,17 @@ def test_the_counts_are_those_of_the_series():
     assert len(rows) == 3
     for applied, waiting, rest in rows:
         assert (int(applied) + int(waiting), rest) == (verdicts["needed"], usual)
+
+
+def test_the_lines_about_the_sampler_are_real():
+    flat = " ".join(README.split())
+    stock = {v: (tree(v) / "vllm/v1/sample/ops/topk_topp_sampler.py").read_text() for v in releases()}
+    assert "`Using aiter sampler on ROCm (lazy import, sampling-only).`" in flat
+    assert all('"Using aiter sampler on ROCm (lazy import, sampling-only)."' in text for text in stock.values())
+    ours = "AITER's sampler is switched off (ROCM_FIXES_AITER_SAMPLER): PyTorch's native sampler answers"
+    assert f"`{ours}`" in flat and ours in (ROOT / "patches" / "sampler.py").read_text()
+    never = [v for v, text in stock.items() if "if DISABLE_AITER_SAMPLER:" in text]
+    assert never == releases()[: len(never)] and f"Up to {never[-1]} neither line" in flat
 
 
 def test_every_patch_guard_and_switch_is_named():
