@@ -54,7 +54,7 @@ def test_what_comes_back_is_what_was_kept(home):
 def test_anything_that_could_change_the_edit_changes_the_key(monkeypatch):
     keys = {key(), key(STOCK + b"#"), key(filename="n.py"), key(site=Site(skipped=frozenset({"hip"})))}
     keys.add(key(site=Site(version="0.99.0")))
-    monkeypatch.setattr(store, "_own_files", lambda: [("patches/p.py", 1, 2)])
+    monkeypatch.setattr(store, "_own_files", lambda: b"other files")
     keys.add(key())
     assert len(keys) == 6
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from . import records, settings, store
 from ._version import __version__
@@ -24,21 +24,11 @@ from .guards import Guard
 from .importing import Finder, Loader, install, source_of
 from .installed import version
 from .live import NotStock, transplant
-from .patch import Outcome, Patch, Site, Verdict, unknown
+from .patch import Outcome, Patch, Result, Site, State, Verdict, unknown
 from .survey import by_module, remembered
 
 # vLLM shows INFO only below its own logger.
 logger = logging.getLogger("vllm.rocm_fixes")
-
-State = Literal["applied", "waiting", "clear", "absent", "unknown", "refused", "failed", "skipped"]
-
-
-class Result(NamedTuple):
-    """What became of a patch in this process; "waiting": needed, and applied when the module is imported."""
-
-    patch: Patch
-    state: State
-    reason: str
 
 
 class Process:
@@ -227,9 +217,10 @@ class Process:
         return Path(folders[0]).parent if folders else None
 
     def _version(self) -> str | None:
-        root = self._root()
+        """What vllm/_version.py says, which vLLM has read by then; "dev" stands for a file that isn't there."""
         said = vars(sys.modules.get("vllm", object)).get("__version__")
-        return (version(root) if root else None) or (said if isinstance(said, str) else None)
+        root = self._root()
+        return said if isinstance(said, str) and said != "dev" else version(root) if root else None
 
     # The import way
 

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .process import Process
@@ -30,12 +30,11 @@ _SWEEP = 32  # files that a writer looks at for dead processes
 _FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
-class Record(NamedTuple):
+class Record:
     """One process's record, checked: data is what it wrote."""
 
-    pid: int
-    start: int
-    data: dict[str, Any]
+    def __init__(self, pid: int, start: int, data: dict[str, Any]) -> None:
+        self.pid, self.start, self.data = pid, start, data
 
     @property
     def patches(self) -> dict[str, dict[str, str]]:
@@ -73,7 +72,8 @@ def write(process: Process) -> Path | None:
     try:
         pid = os.getpid()
         start, parent = birth(pid)
-        name = f"{_here()}-{pid}-{start}.json"
+        here = _here()
+        name = f"{here}-{pid}-{start}.json"
         text = json.dumps(_describe(process, pid, parent, start)).encode()
     except Exception:
         return None
@@ -81,7 +81,7 @@ def write(process: Process) -> Path | None:
         with contextlib.suppress(Exception), _opened(folder, create=True) as handle:
             _put(handle, name, text)
             with contextlib.suppress(OSError):
-                _sweep(handle, _SWEEP)
+                _sweep(handle, here, _SWEEP)
             return folder / name
     return None
 
@@ -92,13 +92,14 @@ def read() -> tuple[list[Record], int]:
     Files of dead processes are removed. What isn't a record, or could have been written by another user, is left aside.
     """
     found: dict[int, Record] = {}
-    elsewhere = 0
+    elsewhere, here = 0, ""
     for folder in folders():
         with contextlib.suppress(OSError), _opened(folder) as handle:
-            _sweep(handle, sys.maxsize)
+            here = here or _here()
+            _sweep(handle, here, sys.maxsize)
             for name in os.listdir(handle):
-                owner = _owner(name)
-                if owner is None or _dead(name):
+                owner = _owner(name, here)
+                if owner is None or _dead(name, here):
                     elsewhere += owner is None and name.endswith(".json")
                     continue
                 data = _get(handle, name)
@@ -210,26 +211,26 @@ def _get(handle: int, name: str) -> dict[str, Any] | None:
     return data if isinstance(data, dict) and data.get("format") == FORMAT else None
 
 
-def _sweep(handle: int, limit: int) -> None:
+def _sweep(handle: int, here: str, limit: int) -> None:
     """Remove the files of processes of this machine that are dead, looking at no more than limit files."""
     for number, name in enumerate(os.listdir(handle)):
         if number >= limit:
             break
-        if _dead(name):
+        if _dead(name, here):
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=handle)
 
 
-def _dead(name: str) -> bool:
-    owner = _owner(name.removeprefix(".").partition(".json")[0] + ".json")
+def _dead(name: str, here: str) -> bool:
+    owner = _owner(name.removeprefix(".").partition(".json")[0] + ".json", here)
     return owner is not None and not alive(*owner)
 
 
-def _owner(name: str) -> tuple[int, int] | None:
+def _owner(name: str, here: str) -> tuple[int, int] | None:
     """Process id and start time in a record's name; None where it isn't one, or isn't of this boot and namespace."""
-    here, _, rest = name.removesuffix(".json").partition("-")
+    place, _, rest = name.removesuffix(".json").partition("-")
     numbers = rest.split("-")
-    if not name.endswith(".json") or here != _here() or len(numbers) != 2 or not all(n.isdecimal() for n in numbers):
+    if not name.endswith(".json") or place != here or len(numbers) != 2 or not all(n.isdecimal() for n in numbers):
         return None
     return int(numbers[0]), int(numbers[1])
 

@@ -4,8 +4,6 @@ Their names don't start with VLLM_: vLLM warns about names of its own that it do
 mode (0.17.0 on).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple

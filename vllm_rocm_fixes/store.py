@@ -41,8 +41,8 @@ def digest(*parts: object) -> bytes:
 
     Raises OSError where the overlay has no files, as in an archive.
     """
-    more = sys.version, sys.flags.optimize, importlib.util.MAGIC_NUMBER, __version__, _own_files()
-    return hashlib.sha256(repr((parts, more)).encode("utf-8", "surrogatepass")).digest()
+    more = sys.version, sys.flags.optimize, importlib.util.MAGIC_NUMBER, __version__
+    return _sha256(parts, more, _own_files())
 
 
 def key(source: bytes | str, filename: str, patches: Sequence[Patch], site: Site) -> bytes:
@@ -132,13 +132,17 @@ def _ours_alone(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
     return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
+def _sha256(*parts: object) -> bytes:
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).digest()
+
+
 @functools.cache
-def _own_files() -> list[tuple[str, int, int]]:
-    """Name, size and time of the files that decide what an edit does, as this process found them first.
+def _own_files() -> bytes:
+    """The digest of name, size and time of the files that decide what an edit does, as this process found them first.
 
     In whole seconds: the layers of an image keep no more.
     """
     patches = importlib.util.find_spec(f"{__package__}.patches")
     folders = [Path(__file__).parent, *map(Path, (patches and patches.submodule_search_locations) or ())]
     entries = [entry for place in folders for entry in os.scandir(place) if entry.name.endswith(".py")]
-    return sorted((entry.path, entry.stat().st_size, int(entry.stat().st_mtime)) for entry in entries)
+    return _sha256(sorted((entry.path, entry.stat().st_size, int(entry.stat().st_mtime)) for entry in entries))

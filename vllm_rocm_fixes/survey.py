@@ -1,7 +1,5 @@
 """What every patch finds in a vLLM on disk, and the mended tree of every module: read, and nothing changed or run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -112,10 +110,10 @@ def _stamp(root: Path, module: str) -> tuple[str, int, int] | None:
     In whole seconds: the layers of an image keep no more.
     """
     stem = os.path.join(root, *module.split("."))
-    for path in (os.path.join(stem, "__init__.py"), f"{stem}.py") if belongs(module, root) else ():
-        try:
-            status = os.stat(path)
-        except OSError:
-            continue
-        return path, status.st_size, int(status.st_mtime)
-    return None
+    package = os.path.join(stem, "__init__.py")
+    path = package if os.access(package, os.F_OK) else f"{stem}.py"
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return (path, status.st_size, int(status.st_mtime)) if belongs(module, root) else None

@@ -3,12 +3,11 @@
 Every process has the guards, and few import what they guard: a guard's own file is imported when it has work to do.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 
@@ -30,6 +29,11 @@ def _state(file: str, idle: str) -> Callable[[], str]:
     """What a guard says of itself; idle where its file was not needed yet."""
     ask = _late(f"{file}.state")
     return lambda: ask() if f"{__name__}.{file}" in sys.modules else idle
+
+
+def _see_whether_it_aborts() -> None:
+    if "tilelang" in sys.modules or find_spec("tilelang") is not None:
+        _late("pair.install")()
 
 
 def _see_who_was_first() -> None:
@@ -62,8 +66,8 @@ GUARDS: tuple[Guard, ...] = (
         around=_late("pair.around"),
         summary="a TileLang whose import aborts the process beside this tvm-ffi counts as absent",
         origin=("vLLM #45169", "TileLang #2367", "TileLang #2552"),
-        state=_late("pair.state"),
-        install=_late("pair.install"),
+        state=_state("pair", "TileLang isn't installed"),
+        install=_see_whether_it_aborts,
     ),
     Guard(
         name="hip",
