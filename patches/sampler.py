@@ -8,7 +8,8 @@ error of the kernel call; in 0.33.0 SystemExit at both, KeyError and others at t
 What a user sees. AITER raises SystemExit when its JIT build fails, RuntimeError or KeyError for a GPU it doesn't know,
 OSError where its folders can't be written: the worker ends, and the engine with it.
 The edit. __init__ keeps all it does but the import. forward_hip keeps all its decisions (per-request generators,
-no top-k and top-p, fp64 noise, processed logprobs, gfx1250); where it would use AITER it returns answer(...) below.
+no top-k and top-p, fp64 noise, processed logprobs, gfx1250); where it would use AITER it returns answer(...) below,
+and once a sampler has answered so, stock's own call inside a `try`: a request costs what it costs on stock.
 Up to 0.22.1 that place is still never reached. Nothing touches the logits before a kernel has answered (aiter_sample
 works on their softmax), so the native sampler gets what AITER got.
 SystemExit from a signal handler, which is how vLLM's workers are told to stop, isn't a failure of AITER: it ends the
@@ -48,7 +49,8 @@ from vllm_rocm_fixes.syntax import (
 
 _LOG = logging.getLogger("vllm.rocm_fixes.sampler")
 _SERVED = "_rocm_fixes_served"  # this sampler has answered with AITER: the switch and the import are behind it
-_NOTHING = contextlib.nullcontext()
+_FAILED = "_aiter_ops_import_failed"  # stock's own mark, from 0.24.0 on
+_KERNEL = "its kernel failed"
 _first = [True]  # AITER's sampler hasn't been called in this process
 _CLASS = "TopKTopPSampler"
 _IMPORT = "import aiter.ops.sampling"
@@ -61,6 +63,17 @@ _USES = {
     "(self.aiter_sample(logits, k, p, generators), None)": "",
     "(_aiter_temp_gumbel_sample(logits, generators), None)": ", kernel=_aiter_temp_gumbel_sample",
 }
+# What a request costs counts in microseconds: answer() is left out where it would do nothing.
+_CALL = f"""
+if getattr(self, {_SERVED!r}, False) and not generators:
+    try:
+        return {{use}}
+    except (Exception, SystemExit) as _error:
+        from {__name__} import give_up
+        return give_up(self, _error, (logits, generators, k, p))
+from {__name__} import answer
+return answer(self, logits, generators, k, p{{extra}})
+"""
 _IMPORTERS = {"__init__", "_init_aiter_ops", "_aiter_temp_gumbel_sample"}
 
 
@@ -70,33 +83,40 @@ def answer(sampler: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any
     kernel stands in for sampler.aiter_sample where stock calls another (gfx1250). After a failure, or where AITER's
     sampler is switched off, this sampler stays native. KeyboardInterrupt and a signal's SystemExit are raised.
     """
-    served = getattr(sampler, _SERVED, False)  # what a request costs counts in microseconds
-    if not served and not flag("ROCM_FIXES_AITER_SAMPLER", True):
+    if not flag("ROCM_FIXES_AITER_SAMPLER", True):
         if _stay_native(sampler):
             _LOG.info("AITER's sampler is switched off (ROCM_FIXES_AITER_SAMPLER): PyTorch's native sampler answers")
-    elif served or not getattr(sampler, "_aiter_ops_import_failed", False):
-        states = {i: generator.get_state() for i, generator in generators.items()} if generators else {}
+    elif not getattr(sampler, _FAILED, False):
+        states = {i: generator.get_state() for i, generator in generators.items()}
         doing = "its import failed"
         try:
             if kernel is None and getattr(sampler, "aiter_ops", None) is None:
                 import_module("aiter.ops.sampling")
                 sampler.aiter_ops = import_module("torch").ops.aiter
-            doing = "its kernel failed"
-            with _NOTHING if served else _watched():
+            doing = _KERNEL
+            with _watched():
                 tokens = kernel(logits, generators) if kernel else sampler.aiter_sample(logits, k, p, generators)
-            if not served:
-                setattr(sampler, _SERVED, True)
+            setattr(sampler, _SERVED, True)
             return tokens, None
         except (Exception, SystemExit) as error:
-            if is_interruption(error):
-                raise
             for i, state in states.items():
                 generators[i].set_state(state)  # a seed gives what it gives without AITER
-            _stay_native(sampler)
-            reason = f"{type(error).__name__}: {error}"
-            _LOG.warning("AITER's sampler is given up, %s (%s): PyTorch's native sampler answers", doing, reason)
-            _LOG.debug("Where AITER's sampler failed:", exc_info=True)
+            return give_up(sampler, error, (logits, generators, k, p), doing)
     return sampler.forward_native(logits, generators, k, p)
+
+
+def give_up(sampler: Any, error: BaseException, request: tuple[Any, ...], doing: str = _KERNEL) -> Any:
+    """Let the native sampler answer in AITER's place, from now on; request holds what it takes.
+
+    Raises the error where it is an interruption.
+    """
+    if is_interruption(error):
+        raise error
+    _stay_native(sampler)
+    reason = f"{type(error).__name__}: {error}"
+    _LOG.warning("AITER's sampler is given up, %s (%s): PyTorch's native sampler answers", doing, reason)
+    _LOG.debug("Where AITER's sampler failed:", exc_info=error)
+    return sampler.forward_native(*request)
 
 
 def _watched() -> Any:
@@ -104,7 +124,7 @@ def _watched() -> Any:
     wanted = _first and not read(["aiter_locks"]).skip
     _first.clear()
     if not wanted or "vllm_rocm_fixes.guards" not in sys.modules:
-        return _NOTHING
+        return contextlib.nullcontext()
     from vllm_rocm_fixes.guards import aiter_locks
 
     return aiter_locks.around()
@@ -112,8 +132,8 @@ def _watched() -> Any:
 
 def _stay_native(sampler: Any) -> bool:
     """Take AITER out of a sampler for good. False: it was out before."""
-    fresh = not getattr(sampler, "_aiter_ops_import_failed", False)  # stock's own mark, from 0.24.0 on
-    sampler._aiter_ops_import_failed = True
+    fresh = not getattr(sampler, _FAILED, False)
+    setattr(sampler, _FAILED, True)
     setattr(sampler, _SERVED, False)
     sampler.forward = sampler.forward_native
     return fresh
@@ -156,9 +176,8 @@ def mend(tree: ast.Module) -> None:
         block, attempt = eager
         kept = [s for s in attempt.body if not isinstance(s, ast.Import) and ast.unparse(s) != _LOAD]
         replace(block, attempt, [*parse_statements("self.aiter_ops = None", attempt), *kept])
-    for block, statement, extra in _uses(hip):
-        code = f"from {__name__} import answer\nreturn answer(self, logits, generators, k, p{extra})"
-        replace(block, statement, parse_statements(code, statement))
+    for block, statement, use in _uses(hip):
+        replace(block, statement, parse_statements(_CALL.format(use=use, extra=_USES[use]), statement))
     for block, statement in statements(hip.body):
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == _LOADED:
             replace(block, statement, [])
@@ -193,9 +212,9 @@ def _uses(hip: Function) -> list[tuple[Block, ast.stmt, str]]:
         inner = statement
         if isinstance(statement, ast.Try) and len(statement.body) == 1 and _gives_up(statement, _NATIVE):
             inner = statement.body[0]
-        extra = _USES.get(ast.unparse(inner.value)) if isinstance(inner, ast.Return) and inner.value else None
-        if extra is not None and inner not in done:
-            found.append((block, statement, extra))
+        use = ast.unparse(inner.value) if isinstance(inner, ast.Return) and inner.value else ""
+        if use in _USES and inner not in done:
+            found.append((block, statement, use))
             done.append(inner)
     return found
 

@@ -9,6 +9,7 @@ the sampler's module is imported again, through our finder. doors: a process of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -161,10 +162,17 @@ def requests(module) -> dict:
     for filters in ("k", "p", "kp"):
         for batch in (1, 5):
             done[f"{filters} {batch}"] = one(plain, batch, filters)
-    done["failed calls"] = {}
+    done["failed calls"], done["failed later"] = {}, {}
     for how in (*FAILURES, "KeyboardInterrupt"):
         with failing(how, "call"):
             done["failed calls"][how] = asked(module)
+        with contextlib.ExitStack() as later:
+
+            def answer_once(sampler, how=how, later=later) -> None:
+                one(sampler, 5, "kp")
+                later.enter_context(failing(how, "call"))
+
+            done["failed later"][how] = asked(module, arm=answer_once)
     done["spoilt"] = asked(module, arm=spoiling_kernel)
     done["signal"] = asked(module, arm=stopped_in_the_kernel)
     if hasattr(plain, "on_gfx1250"):

@@ -100,15 +100,18 @@ def test_a_failed_import_costs_no_request(release, side, how):
 
 @each_side
 @pytest.mark.parametrize("how", FAILURES)
-def test_a_failed_kernel_costs_no_request(release, side, how):
-    without = stock(release)["requests"]["failed calls"][how]
+@pytest.mark.parametrize("when", ["failed calls", "failed later"])
+def test_a_failed_kernel_costs_no_request(release, side, how, when):
+    """The first call, or one after a request that AITER had answered."""
+    without = stock(release)["requests"][when][how]
     assert without["raised"] == (how if how in ENDED_BY_CALL[release] else None)
-    done = report(release, side)["requests"]["failed calls"][how]
+    done = report(release, side)["requests"][when][how]
     assert survived(done, how)
     if release in UNUSED:
         assert (done["events"], done["said"]) == ([], [])
         return
-    assert done["events"] == ["call aiter.ops.sampling.top_k_top_p_sampling_from_probs"]
+    calls = ["call aiter.ops.sampling.top_k_top_p_sampling_from_probs"]
+    assert done["events"] == (calls if when == "failed calls" else 2 * calls)
     assert done["stays native"]
     [(level, said)] = done["said"]
     assert level == "WARNING" and how in said and "kernel" in said
@@ -126,6 +129,7 @@ def test_what_stops_the_process_still_stops_it(release, side):
     wanted = None if release in UNUSED else "KeyboardInterrupt"
     assert done["failed_imports"]["KeyboardInterrupt"]["raised"] == wanted
     assert done["requests"]["failed calls"]["KeyboardInterrupt"]["raised"] == wanted
+    assert done["requests"]["failed later"]["KeyboardInterrupt"]["raised"] == wanted
     wanted = None if release in UNUSED else "SystemExit"
     assert done["failed_imports"]["signal"]["raised"] == wanted
     assert done["requests"]["signal"]["raised"] == wanted

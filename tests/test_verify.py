@@ -14,9 +14,8 @@ from releases import tree
 
 from vllm_rocm_fixes import behaviour, importing, node
 from vllm_rocm_fixes.cli import verify
-from vllm_rocm_fixes.patch import Site
+from vllm_rocm_fixes.patch import Result, Site
 from vllm_rocm_fixes.patches import SERIES
-from vllm_rocm_fixes.patch import Result
 from vllm_rocm_fixes.process import Process
 from vllm_rocm_fixes.start import STEPS
 
