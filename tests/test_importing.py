@@ -46,8 +46,11 @@ ENGINE = textwrap.dedent("""\
 
     def coder(name, loader, origin):
         calls.append(name)
-        source, filename = source_of(name, loader, origin)
-        return mend(source, filename, [PATCH]).code if source is not None else None
+        try:
+            source, filename = source_of(name, loader, origin)
+        except ImportError:
+            return None
+        return mend(source, filename, [PATCH]).code
 
     def enter(guards={}):
         install(Finder({"shop.goods": coder}, guards, lambda *e: errors.append(e)))

@@ -158,15 +158,17 @@ def _holds_ours(loader: Any, depth: int = 8) -> bool:
     return any(_holds_ours(value, depth - 1) for value in held)
 
 
-def source_of(name: str, loader: Any, origin: str | None) -> tuple[bytes | str | None, str]:
-    """A module's source, None where it has none, and the file name that goes into code objects.
+def source_of(name: str, loader: Any, origin: str | None) -> tuple[bytes | str, str]:
+    """A module's source, and the file name that goes into code objects.
 
-    Bytes where there is a file, so that its encoding is the parser's business. Raises what reading raises.
+    Bytes where there is a file, so that its encoding is the parser's business. Raises what reading raises, and
+    ImportError where there is no source.
     """
     if origin and origin.endswith(".py") and os.path.isfile(origin):
         return Path(origin).read_bytes(), origin
-    get_source = getattr(loader, "get_source", None)
-    source: str | None = get_source(name) if get_source else None
+    source: str | None = loader.get_source(name) if hasattr(loader, "get_source") else None
+    if source is None:
+        raise ImportError("there is no source, only compiled code")
     return source, origin or f"<{name}>"
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -24,7 +24,7 @@ from .guards import Guard
 from .importing import Finder, Loader, install, source_of
 from .installed import version
 from .live import NotStock, transplant
-from .patch import Outcome, Patch, Result, Site, State, Verdict, unknown
+from .patch import Outcome, Patch, Result, Site, State, unknown
 from .survey import by_module, remembered
 
 # vLLM shows INFO only below its own logger.
@@ -226,18 +226,13 @@ class Process:
 
     def _code(self, module: str, loader: Any, origin: str | None) -> CodeType | None:
         """The mended code of a module that is being imported, None where stock is kept."""
-        try:
+        with self._keeping_stock(module):
             source, filename = source_of(module, loader, origin)
-            if source is None:
-                self._keep(module, "there is no source, only compiled code")
-                return None
             mended = store.mended(source, filename, self._wanted[module], self.site)
             self._pending.discard(module)
             self._record(mended.outcomes, "applied", "while it was imported")
             return mended.code
-        except Exception as error:
-            self._keep(module, f"{type(error).__name__}: {error}")
-            return None
+        return None
 
     # The live way
 
@@ -248,42 +243,30 @@ class Process:
             if module is None or spec is None or getattr(spec, "_initializing", False):
                 continue
             self._pending.discard(name)
-            if isinstance(spec.loader, Loader):
-                continue
-            try:
-                self._mend_live(name, module, spec.loader, spec.origin)
-            except Exception as error:
-                self._keep(name, f"{type(error).__name__}: {error}")
+            if not isinstance(spec.loader, Loader):
+                with self._keeping_stock(name):
+                    self._mend_live(name, module, spec.loader, spec.origin)
 
     def _mend_live(self, name: str, module: ModuleType, loader: Any, origin: str | None) -> None:
         source, filename = source_of(name, loader, origin)
-        if source is None:
-            self._keep(name, "there is no source, only compiled code")
-            return
         mended = store.mended(source, filename, self._wanted[name], self.site)
-        if mended.code is None:
-            self._record(mended.outcomes, "applied", "")
-            return
-        try:
-            done = transplant(module, self._stock_code(name, loader, source, filename), mended)
-        except NotStock as doubt:
-            outcomes = tuple(
-                o._replace(failed=f"loaded before us: {doubt}") if o.applied else o for o in mended.outcomes
-            )
-            self._record(outcomes, "applied", "")
-            return
-        self._record(mended.outcomes, "applied", str(done))
-        for holder in done.unreached:
+        outcomes, way, unreached = mended.outcomes, "", []
+        if mended.code is not None:
+            try:
+                done = transplant(module, self._stock_code(name, loader, source, filename), mended)
+                way, unreached = str(done), done.unreached
+            except NotStock as doubt:
+                late = f"loaded before us: {doubt}"
+                outcomes = tuple(o._replace(failed=late) if o.applied else o for o in outcomes)
+        self._record(outcomes, "applied", way)
+        for holder in unreached:
             self._warn(f"{name} was loaded before us, and the old code stays in {holder}")
 
     @staticmethod
     def _stock_code(name: str, loader: Any, source: bytes | str, filename: str) -> CodeType:
         """The module's code as it was when it was imported: from its .pyc, where that is its source's."""
-        if type(loader) is SourceFileLoader:
-            code = loader.get_code(name)
-            if code is not None:
-                return code
-        return compile(source, filename, "exec", dont_inherit=True)
+        code = loader.get_code(name) if type(loader) is SourceFileLoader else None
+        return code or compile(source, filename, "exec", dont_inherit=True)
 
     # What isn't loaded: only looked at
 
@@ -292,45 +275,39 @@ class Process:
         root, modules = self.site.root, sorted(self._pending)
         if root is not None and not root.is_dir():  # an archive: they speak for themselves when they are imported
             return
-        try:
+        with self._keeping_stock(*modules):
             if root is None:
                 raise LookupError("vLLM has no folder")
             found = remembered([patch for module in modules for patch in self._wanted[module]], self.site)
-        except Exception as error:
-            for module in modules:
-                self._keep(module, f"{type(error).__name__}: {error}")
-        else:
             self._record(found, "waiting", "when it is imported")
 
     # What is written down and said
 
-    def _record(self, outcomes: Iterable[Outcome], applied: State, way: str) -> None:
-        for outcome in outcomes:
-            if outcome.failed or outcome.refused:
-                state: State = "failed" if outcome.failed else "refused"
-                self._put(Result(outcome.patch, state, outcome.failed or outcome.refused or ""))
-            elif outcome.applied:
-                self._put(Result(outcome.patch, applied, f"{outcome.verdict.reason}; {way}"))
+    @contextlib.contextmanager
+    def _keeping_stock(self, *modules: str) -> Iterator[None]:
+        """Whatever goes wrong inside leaves these modules as stock has them."""
+        try:
+            yield
+        except Exception as error:
+            verdict = unknown(f"{type(error).__name__}: {error}")
+            self._record(Outcome(patch, verdict) for module in modules for patch in self._wanted[module])
+
+    def _record(self, outcomes: Iterable[Outcome], applied: State = "applied", way: str = "") -> None:
+        for patch, verdict, refused, failed in outcomes:
+            if failed or refused:
+                self._put(Result(patch, "failed" if failed else "refused", failed or refused or ""))
+            elif verdict.kind == "needed":
+                self._put(Result(patch, applied, f"{verdict.reason}; {way}"))
             else:
-                self._set(outcome.patch, outcome.verdict)
-
-    def _keep(self, module: str, reason: str) -> None:
-        for patch in self._wanted[module]:
-            self._set(patch, unknown(reason))
-
-    def _set(self, patch: Patch, verdict: Verdict) -> None:
-        if verdict.kind != "needed":
-            self._put(Result(patch, verdict.kind, verdict.reason))
+                self._put(Result(patch, verdict.kind, verdict.reason))
 
     def _put(self, result: Result) -> None:
         self.results[result.patch.name] = result
         said = f"{result.patch.name}: {result.state}, {result.reason} ({result.patch.module})"
-        if result.state in ("unknown", "failed"):
+        if result.state in ("unknown", "failed", "refused"):
             self._warn(f"{said}; stock is kept")
-            if self.settings.strict:
+            if self.settings.strict and result.state != "refused":
                 raise SystemExit(f"vllm-rocm-fixes (ROCM_FIXES_STRICT): {said}")
-        elif result.state == "refused":
-            self._warn(f"{said}; stock is kept")
         else:
             logger.debug("%s", said)
         if self._recorded:  # a patch that waited, in this process or in one that was forked from it
