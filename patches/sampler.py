@@ -53,6 +53,7 @@ _FAILED = "_aiter_ops_import_failed"  # stock's own mark, from 0.24.0 on
 _KERNEL = "its kernel failed"
 _first = [True]  # AITER's sampler hasn't been called in this process
 _CLASS = "TopKTopPSampler"
+_OTHER_KERNEL = "_aiter_temp_gumbel_sample"  # of gfx1250
 _IMPORT = "import aiter.ops.sampling"
 _LOAD = "self.aiter_ops = torch.ops.aiter"
 _NATIVE = "return self.forward_native(logits, generators, k, p)"
@@ -61,7 +62,7 @@ _GIVEN_UP = {"self._aiter_ops_import_failed = True", "self.forward = self.forwar
 # What forward_hip returns where it uses AITER, and what answer() needs to know of it beside the request.
 _USES = {
     "(self.aiter_sample(logits, k, p, generators), None)": "",
-    "(_aiter_temp_gumbel_sample(logits, generators), None)": ", kernel=_aiter_temp_gumbel_sample",
+    f"({_OTHER_KERNEL}(logits, generators), None)": f", kernel={_OTHER_KERNEL}",
 }
 # What a request costs counts in microseconds: answer() is left out where it would do nothing.
 _CALL = f"""
@@ -74,7 +75,7 @@ if getattr(self, {_SERVED!r}, False) and not generators:
 from {__name__} import answer
 return answer(self, logits, generators, k, p{{extra}})
 """
-_IMPORTERS = {"__init__", "_init_aiter_ops", "_aiter_temp_gumbel_sample"}
+_IMPORTERS = {"__init__", "_init_aiter_ops", _OTHER_KERNEL}
 
 
 def answer(sampler: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any, *, kernel: Any = None) -> Any:
@@ -150,11 +151,13 @@ def examine(tree: ast.Module) -> Verdict:
     eager, uses = _eager(init), _uses(hip)
     if init in importers and eager is None:
         return unknown(f"{_CLASS}.__init__ imports AITER in a way that isn't known")
-    caught = [s for s in find(hip, ast.Try) if _catches_all(s)]
-    for name in ("self.aiter_sample", "_aiter_temp_gumbel_sample"):
-        known = [*(s for _, s, _ in uses), *caught]
-        if len(calls(tree, name)) != sum(len(calls(s, name)) for s in known):
+    known = [*(s for _, s, _ in uses), *(s for s in find(hip, ast.Try) if _catches_all(s))]
+    found = {name: sum(len(calls(s, name)) for s in known) for name in ("self.aiter_sample", _OTHER_KERNEL)}
+    for name, number in found.items():
+        if len(calls(tree, name)) != number:
             return unknown(f"{name} is called in a way that isn't known")
+    if not any(found.values()):
+        return unknown(f"looked in {_CLASS}.forward_hip for what calls AITER")
     if eager:
         return needed("making a sampler imports AITER, and its failures end the worker")
     load = function(tree, f"{_CLASS}._init_aiter_ops")

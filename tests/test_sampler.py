@@ -188,6 +188,7 @@ def test_every_release_is_needed_and_mended_once(release):
 
 
 FORKS = {
+    "AITER under another name": ("0.33.0", "aiter", "vendor"),
     "the class renamed": ("0.33.0", "class TopKTopPSampler(", "class VendorSampler("),
     "forward_hip renamed": ("0.23.0", "def forward_hip(", "def forward_rocm("),
     "another import in __init__": ("0.23.0", "import aiter.ops.sampling", "from aiter.ops import sampling"),
