@@ -38,6 +38,7 @@ from vllm_rocm_fixes.syntax import (
     definitions,
     find,
     first_statement,
+    for_type_checkers,
     function,
     imports,
     names,
@@ -120,8 +121,10 @@ def _after(block: Block, name: str, found: bool | None, package: str, asked: tup
         elif isinstance(statement, ast.ImportFrom):
             found = _imported(statement, name, found, package, asked)
         elif isinstance(statement, ast.If):
-            test = ast.unparse(statement.test).rpartition(".")[2]
-            ways = [statement.body] * (test not in ("TYPE_CHECKING", "False")) + [statement.orelse] * (test != "True")
+            never, always = (ast.unparse(statement.test) == text for text in ("False", "True"))
+            ways = [statement.body] * (not never and not for_type_checkers(statement)) + [statement.orelse] * (
+                not always
+            )
             found = _same({_after(way, name, found, package, asked) for way in ways})
         elif isinstance(statement, ast.Try):
             passed = _after(statement.body + statement.orelse, name, found, package, asked)

@@ -139,6 +139,10 @@ def _imports_on_rocm(block: list[ast.stmt]) -> bool:
 
 def _not_rocm(test: ast.expr) -> bool:
     """A condition that doesn't hold on ROCm: for the type checker alone, or another platform."""
+    if isinstance(test, ast.BoolOp):
+        return (all if isinstance(test.op, ast.Or) else any)(_not_rocm(value) for value in test.values)
+    if isinstance(test, ast.UnaryOp):
+        return False
     asked = {n.attr for n in find(test, ast.Attribute)} | names(test)
     return not asked & {"is_cuda_alike", "is_rocm"} and bool(asked & {"TYPE_CHECKING", "is_cuda", "is_xpu", "is_tpu"})
 

@@ -28,8 +28,8 @@ from vllm_rocm_fixes.syntax import (
     Block,
     Definition,
     blocks,
-    calls,
     class_,
+    for_type_checkers,
     imports,
     parse_expression,
     parse_statements,
@@ -52,7 +52,7 @@ def examine_off_rocm(owner: str, tree: ast.Module) -> Verdict:
     around = [s for s in tree.body if any(True for _ in _early([s]))]
     if not around:
         return clear("FlashInfer isn't imported at module scope")
-    if len(around) == 1 and isinstance(around[0], ast.If) and calls(around[0].test, _PLATFORM):
+    if all(isinstance(s, ast.If) and _is_gated(s) for s in around):
         return clear("FlashInfer isn't imported on ROCm")
     if len(around) != 1 or not _is_known(around[0]):
         return unknown("FlashInfer is imported at module scope, outside of the one `try` or `if` that is known")
@@ -76,6 +76,15 @@ def mend_off_rocm(tree: ast.Module) -> None:
     replace(tree.body, statement, [gate])
 
 
+def _is_gated(statement: ast.If) -> bool:
+    """An `if` whose imports of FlashInfer don't run on ROCm."""
+    conditions = statement.test.values if isinstance(statement.test, ast.BoolOp) else [statement.test]
+    together = not isinstance(statement.test, ast.BoolOp) or isinstance(statement.test.op, ast.And)
+    off = together and not {f"not {_PLATFORM}()", "current_platform.is_cuda()"}.isdisjoint(map(ast.unparse, conditions))
+    on = ast.unparse(statement.test) == f"{_PLATFORM}()"
+    return (off or not any(_early(statement.body))) and (on or not any(_early(statement.orelse)))
+
+
 def _is_known(statement: ast.stmt) -> bool:
     """`if find_spec("flashinfer"):` without an else, or a `try` whose one handler doesn't look at its error."""
     if isinstance(statement, ast.If):
@@ -93,8 +102,7 @@ def _early(block: Block) -> Iterator[ast.stmt]:
                 yield statement
         elif not isinstance(statement, Definition):
             for inner in blocks(statement):
-                typing = isinstance(statement, ast.If) and ast.unparse(statement.test).endswith("TYPE_CHECKING")
-                if not (typing and isinstance(statement, ast.If) and inner is statement.body):
+                if not (for_type_checkers(statement) and inner is statement.body):  # type: ignore[attr-defined]
                     yield from _early(inner)
 
 

@@ -18,7 +18,16 @@ import sys
 
 from vllm_rocm_fixes.late import defer
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import calls, find, function, holding, names, parse_statements, replace, statements
+from vllm_rocm_fixes.syntax import (
+    calls,
+    find,
+    for_type_checkers,
+    function,
+    holding,
+    parse_statements,
+    replace,
+    statements,
+)
 
 _PCIE = "warmup_flashinfer_pcie_ipc_allreduce"
 _MINIMAX = "minimax_m3_msa_warmup"
@@ -82,7 +91,7 @@ def _is_helper(statement: ast.stmt) -> bool:
 
 def _at_module_scope(tree: ast.Module, statement: ast.stmt) -> bool:
     """Runs when the module is imported: outside of definitions and of `if TYPE_CHECKING`."""
-    typing = [s for _, s in statements(tree.body) if isinstance(s, ast.If) and "TYPE_CHECKING" in names(s.test)]
+    typing = [s for _, s in statements(tree.body) if isinstance(s, ast.If) and for_type_checkers(s)]
     if any(part is statement for s in typing for inner in s.body for part in ast.walk(inner)):
         return False
     return any(s is statement for _, s in statements(tree.body))

@@ -127,7 +127,7 @@ def _is_early(at: Place, statement: ast.stmt) -> bool:
         return _sets(at, statement) and bool(find(statement.value, ast.Call))
     if not isinstance(statement, ast.Import | ast.ImportFrom) or not imports(statement, at.package):
         return False
-    return not at.by_name or any((alias.asname or alias.name) in at.asked for alias in statement.names)
+    return not at.by_name or any({alias.name, alias.asname} & {*at.asked} for alias in statement.names)
 
 
 def _sets(at: Place, statement: ast.stmt) -> bool:
@@ -192,6 +192,9 @@ def _asking(at: Place, tree: ast.Module) -> tuple[list[tuple[ast.stmt, tuple[str
         if len(made) != 1 or {"staticmethod", "classmethod"} & {ast.unparse(d) for d in function.decorator_list}:
             raise ValueError(f"{owner.name}.{function.name} reads {node.id} without a constructor before it")
         constructors[id(made[0])] = made[0]
+    missing = sorted(set(at.asked) - bound)
+    if constructors and missing:  # a constructor would ask for it in vain
+        raise ValueError(f"{missing[0]} isn't what it is called there")
     return _firsts(tree, asking), list(constructors.values())
 
 

@@ -142,6 +142,7 @@ KERNELS = {
 # Only running it tells: then AITER is imported as in stock, and a warning says so.
 RUN_TIME = {
     "one way": "import sys\nif sys.flags.debug:\n    " + PUBLIC,
+    "not typing": "import typing\nif not typing.TYPE_CHECKING:\n    " + PUBLIC,
     "the other way": "import sys\nif not sys.flags.debug:\n    " + PUBLIC,
     "tried, one way": "try:\n    from ..other import fused_qk_rmsnorm\nexcept ImportError:\n    pass\n",
     "tried, not there": "try:\n    import nowhere\n    fused_qk_rmsnorm = 1\nexcept ImportError:\n    pass\n",

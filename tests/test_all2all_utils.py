@@ -78,6 +78,25 @@ def test_refused_without_the_guard_where_tilelang_gets_in_first(version):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize(
+    ("test", "refused"),
+    [
+        ("TYPE_CHECKING", False),
+        ("current_platform.is_cuda()", False),
+        ("current_platform.is_cuda() and has_tilelang()", False),
+        ("TYPE_CHECKING or current_platform.is_cuda()", False),
+        ("not TYPE_CHECKING", True),
+        ("not current_platform.is_cuda()", True),
+        ("current_platform.is_cuda() or has_tilelang()", True),
+    ],
+)
+def test_which_condition_keeps_tilelang_off_rocm(tmp_path, test, refused):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "a.py").write_text(f"if {test}:\n    import tilelang\n")
+    assert bool(all2all_utils.refuse(Site(tmp_path, "0.23.0", SKIPPED))) == refused
+
+
+@pytest.mark.unit
 def test_refused_where_nothing_can_be_read():
     assert "can't be read" in all2all_utils.refuse(Site(None, None, SKIPPED))
 

@@ -45,6 +45,19 @@ def test_elsewhere_it_is_as_in_stock(release, name):
         assert flashinfer(ours["import"]) == flashinfer(stock["import"]) != []
 
 
+GATES = {
+    "not current_platform.is_rocm()": "clear",
+    "has_flashinfer() and not current_platform.is_rocm()": "clear",
+    "current_platform.is_cuda()": "clear",
+    "typing.TYPE_CHECKING": "clear",
+    "current_platform.is_rocm()": "unknown",
+    "has_flashinfer() and current_platform.is_rocm()": "unknown",
+    "current_platform.is_cuda() or current_platform.is_rocm()": "unknown",
+    "not current_platform.is_rocm() or has_flashinfer()": "unknown",
+    "not TYPE_CHECKING": "unknown",
+}
+
+
 @pytest.mark.unit
 def test_shapes():
     examine = PATCHES["flashinfer_all_reduce"].examine
@@ -59,6 +72,11 @@ def test_shapes():
     assert examine(ast.parse(platform + early.replace("Error:", "Error as e:") + owner)).kind == "unknown"
     typing = "if TYPE_CHECKING:\n    import flashinfer\n"
     assert examine(ast.parse(platform + typing + owner)).kind == "clear"
+    for test, kind in GATES.items():
+        assert examine(ast.parse(f"{platform}if {test}:\n    import flashinfer\n{owner}")).kind == kind, test
+    other = f"{platform}if current_platform.is_rocm():\n    c = None\nelse:\n    import flashinfer\n{owner}"
+    assert examine(ast.parse(other)).kind == "clear"
+    assert examine(ast.parse(other.replace("is_rocm", "is_xpu"))).kind == "unknown"
     fusion = PATCHES["allreduce_fusion"].examine
     look = "if find_spec('flashinfer'):\n    import flashinfer.comm\nclass AllReduceFusionPass: ...\n"
     assert fusion(ast.parse(platform + look)).kind == "clear", "nothing of it is for ROCm"

@@ -81,6 +81,7 @@ def test_shapes_of_forks():
     outcome = mend(early + "minimax_m3_msa_warmup(worker)\n", "fork.py", [kernel_warmup.PATCH])
     assert outcome.outcomes[0].applied
     assert verdict("if TYPE_CHECKING:\n    from x.qwen_warmup import y\n" + RUN + "pass").kind == "clear"
+    assert verdict("if not TYPE_CHECKING:\n    from x.qwen_warmup import y\n" + RUN + "pass").kind != "clear"
     twice = (
         RUN + "from a.minimax_m3_msa_warmup import minimax_m3_msa_warmup as m, minimax_m3_msa_warmup\n    m(worker)\n"
     )

@@ -134,3 +134,6 @@ def test_shapes():
         "    def __init__(self):\n        pass\n    def forward_hip(self):\n        return GDN_AITER_TRITON_AVAILABLE\n"
     )
     assert verdict("gdn", flag).kind == "needed", "the question imports it too"
+    renamed = "from aiter.ops import kernel\n" + flag.partition("\n")[2].replace("GDN_AITER_TRITON_AVAILABLE", "kernel")
+    assert verdict("gdn", renamed).kind == "unknown", "the constructor would ask for a name that nothing binds"
+    assert verdict("eplb_nixl", EARLY.strip() + " as Wrapper\n" + CLASS).kind != "clear"

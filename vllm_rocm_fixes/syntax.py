@@ -110,6 +110,12 @@ def imports(node: ast.AST, package: str) -> list[ast.Import | ast.ImportFrom]:
     return [*plain, *find(node, ast.ImportFrom, lambda n: n.level == 0 and matches(n.module))]
 
 
+def for_type_checkers(statement: ast.stmt) -> bool:
+    """Whether a statement is `if TYPE_CHECKING:`, spelt with or without its module: what is in its body never runs."""
+    test = statement.test if isinstance(statement, ast.If) else None
+    return getattr(test, "attr", getattr(test, "id", None)) == "TYPE_CHECKING"
+
+
 def calls(node: ast.AST, dotted_name: str) -> list[ast.Call]:
     """All calls at or below node whose function is spelt like that, such as `self.aiter_sample`."""
     last = dotted_name.rpartition(".")[2]  # unparsing each call of a module would take most of a mend's time
