@@ -3,12 +3,14 @@
 import ast
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
 from vllm_rocm_fixes import store
 from vllm_rocm_fixes.mend import mend
 from vllm_rocm_fixes.patch import Mended, Outcome, Patch, Site, clear, needed
+from vllm_rocm_fixes.survey import remembered
 
 pytestmark = pytest.mark.unit
 STOCK = b'import functools\n\n@functools.cache\ndef f():\n    return "stock"\n'
@@ -129,6 +131,27 @@ def test_what_was_refused_or_failed_is_tried_again(home):
     for outcome in (Outcome(PATCHES[0], verdict, refused="why"), Outcome(PATCHES[0], verdict, failed="why")):
         store.save(key(), Mended((outcome,)))
     assert store.load(key(), PATCHES) is None
+
+
+@pytest.mark.parametrize("fails", ["read", "parse", "examine"])
+def test_a_look_that_failed_is_taken_again(home, tmp_path, monkeypatch, fails):
+    site = Site(tmp_path, "0.23.0")
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "m.py").write_bytes(STOCK)
+
+    def look(*_, **__):
+        raise {"read": OSError(5, "for now"), "parse": MemoryError("for now"), "examine": RecursionError("for now")}[
+            fails
+        ]
+
+    series = [p._replace(module="vllm.m") for p in PATCHES]
+    broken = [p._replace(examine=look) for p in series] if fails == "examine" else series
+    with monkeypatch.context() as patched:
+        if fails != "examine":
+            patched.setattr(*((Path, "read_bytes") if fails == "read" else (ast, "parse")), look)
+        found = remembered(broken, site)
+    assert [o.verdict.kind for o in found] == ["unknown"] * 2 and "for now" in found[0].verdict.reason
+    assert [o.verdict.kind for o in remembered(series, site)] == ["needed", "clear"]
 
 
 def test_the_folder_does_not_grow_for_ever(home, monkeypatch):

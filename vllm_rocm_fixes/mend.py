@@ -11,7 +11,7 @@ import builtins
 from collections.abc import Iterator, Sequence
 from types import CodeType
 
-from .patch import Mended, Outcome, Patch, Site, Verdict, unknown
+from .patch import Mended, Outcome, Passing, Patch, Site, Verdict, unknown
 from .syntax import Definition, Function, everything, statements
 
 
@@ -23,7 +23,8 @@ def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Sit
             tree = ast.parse(source, filename)
         except Exception as error:
             reason = f"the source doesn't parse: {_said(error)}"
-            return Mended(tuple(Outcome(patch, unknown(reason)) for patch in patches))
+            verdict = unknown(reason) if isinstance(error, SyntaxError | ValueError) else Passing("unknown", reason)
+            return Mended(tuple(Outcome(patch, verdict) for patch in patches))
         before = {statement.name for statement in tree.body if isinstance(statement, Function)}
         outcomes = tuple(_apply(patch, tree, site or Site(), failures) for patch in patches)
         # A failed edit may have left half of itself in the tree: begin again, without it.
@@ -52,7 +53,7 @@ def examine(patch: Patch, tree: ast.Module) -> Verdict:
     try:
         return patch.examine(tree)
     except Exception as error:
-        return unknown(f"the examination broke: {_said(error)}")
+        return Passing("unknown", f"the examination broke: {_said(error)}")
 
 
 def _apply(patch: Patch, tree: ast.Module, site: Site, failures: dict[str, str]) -> Outcome:

@@ -27,6 +27,12 @@ class Verdict(NamedTuple):
     reason: str
 
 
+class Passing(Verdict):
+    """An unknown that lies in the look and not in the source: the file wasn't read, or memory or stack had an end."""
+
+    __slots__ = ()
+
+
 def needed(reason: str) -> Verdict:
     """The defect is there, in a shape that the patch knows."""
     return Verdict("needed", reason)
@@ -86,6 +92,11 @@ class Outcome(NamedTuple):
     verdict: Verdict
     refused: str | None = None
     failed: str | None = None
+
+    @property
+    def passing(self) -> bool:
+        """The same source may give another verdict, so this one isn't kept."""
+        return isinstance(self.verdict, Passing)
 
     @property
     def applied(self) -> bool:

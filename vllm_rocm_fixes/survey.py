@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from . import store
 from .installed import belongs, missing, path_of, version
-from .patch import Mended, Outcome, Patch, Site, Verdict, unknown
+from .patch import Mended, Outcome, Passing, Patch, Site, Verdict
 
 Way = Callable[[bytes, str, Sequence[Patch], Site], Mended]
 
@@ -76,7 +76,7 @@ def remembered(series: Sequence[Patch], site: Site) -> list[Outcome]:
             continue
         found = _survey(module, patches, site, Path.read_bytes, store.mended).mended.outcomes
         outcomes += found
-        if file and not any(o.refused or o.failed for o in found):
+        if file and not any(o.refused or o.failed or o.passing for o in found):
             fresh[module] = file, [(o.patch.name, *o.verdict) for o in found]
     if fresh:
         store.keep(key, known | fresh)
@@ -99,7 +99,7 @@ def _survey(module: str, patches: Sequence[Patch], site: Site, read: Callable[[P
     try:
         source = read(path)
     except OSError as error:
-        verdict = unknown(f"{path} can't be read: {error.strerror}")
+        verdict = Passing("unknown", f"{path} can't be read: {error.strerror}")
         return Surveyed(module, path, None, Mended(tuple(Outcome(patch, verdict) for patch in patches)))
     return Surveyed(module, path, source, how(source, str(path), patches, site))
 
