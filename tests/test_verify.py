@@ -76,6 +76,27 @@ def test_this_machines_own_platform():
     assert report["wrong"] == [] and status == 0
 
 
+def test_a_module_that_ends_the_process_costs_only_its_own_answer(tmp_path):
+    """As a native library does that is loaded twice: nothing of Python's catches that."""
+    module = next(patch.module for patch in SERIES if patch.name == "sampler")
+    finder = f"""
+import os, sys
+class Ends:
+    def find_spec(self, name, *_):
+        if name == "{module}":
+            os.abort()
+sys.meta_path.insert(0, Ends())
+"""
+    (tmp_path / "sitecustomize.py").write_text(finder)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("ROCM_FIXES", "VLLM_"))}
+    skipped = ",".join(patch.name for patch in SERIES if patch.name not in ("sampler", "import_utils"))
+    env |= {"PYTHONPATH": str(tmp_path), "ROCM_FIXES_SKIP": skipped}
+    told = verify._patches(env, tmp_path, 300)["patches"]
+    said = "stock can't import its module here either (it ends the process, SIGABRT)"
+    assert (told["sampler"]["note"], told["sampler"]["wrong"]) == (said, None)
+    assert (told["import_utils"]["asked"], told["import_utils"]["wrong"]) == ("yes", None)
+
+
 def test_lines_for_a_person():
     _, report = run("skipped")
     sides = {side: verify.Side(report[side]["outcomes"], _seen(report[side])) for side in ("without", "with")}

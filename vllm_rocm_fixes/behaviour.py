@@ -1,4 +1,4 @@
-"""python -m vllm_rocm_fixes.behaviour FILE: in this process, is what the overlay claims so? Written to FILE as JSON.
+"""python -m vllm_rocm_fixes.behaviour FILE [ENDS]: is what the overlay claims so, in this process? JSON goes into FILE.
 
 `vllm-rocm-fixes verify` runs it as a child. vLLM's plugins are loaded as vLLM does it, the module of every patch is
 imported, and then nothing is taken on trust: the functions that live in this process are compared with what stock and
@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -56,8 +56,11 @@ print(json.dumps(failing))
 """
 
 
-def main(file: str) -> None:
-    """Look at every patch of the series, and write what was found."""
+def main(file: str, ends: Mapping[str, str]) -> None:
+    """Look at every patch of the series, and write what was found.
+
+    ends has the modules that ended such a process before, and how. Until the end, file names the one looked at.
+    """
     from . import current
 
     watch()
@@ -73,7 +76,11 @@ def main(file: str) -> None:
         claimed, note, asked = before.state in CLAIMS, None, None
         if claimed and not module.startswith("vllm.") and not _is_here(module, process.site.root):
             claimed, note = False, "it can be imported in vLLM's checkout only"
-        wrong = failed = _import(module) if claimed else None
+        wrong = failed = None
+        if claimed:
+            Path(file).write_text(module, encoding="utf-8")
+            how = ends.get(module)
+            wrong = failed = f"its module can't be used: it ends the process, {how}" if how else _import(module)
         result = process.results[name]
         if claimed and not failed:
             wrong = holds(process, sys.modules[module])
@@ -190,4 +197,4 @@ def _asked(patch: Patch) -> tuple[str | None, str | None]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], json.loads(sys.argv[2]) if sys.argv[2:] else {})

@@ -247,24 +247,32 @@ def _traced(folder: Path, environ: Mapping[str, str], steps: Sequence[str], limi
 
 
 def _patches(environ: Mapping[str, str], folder: Path, limit: float) -> dict[str, Any]:
-    """What each patch claims in a process with vLLM's plugins, and whether that is so."""
+    """What each patch claims in a process with vLLM's plugins, and whether that is so.
+
+    A module that ends the process, such as one that loads a native library twice, is left out the next time.
+    """
     file = folder / "patches.json"
-    command = [sys.executable, "-m", "vllm_rocm_fixes.behaviour", str(file)]
+    ends: dict[str, str] = {}
     try:
-        done = subprocess.run(
-            command,
-            env=environ,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        while True:
+            done = subprocess.run(
+                [sys.executable, "-m", "vllm_rocm_fixes.behaviour", str(file), json.dumps(ends)],
+                env=environ,
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+            said = file.read_text(encoding="utf-8")
+            if done.returncode >= 0 or said in ends or said.startswith("{"):
+                break
+            ends[said] = signal.Signals(-done.returncode).name
+        told: dict[str, Any] = json.loads(said)
     except subprocess.TimeoutExpired:
         raise Stop(f"loading the modules of the patches took more than {limit:.0f} s") from None
-    except OSError:
+    except (OSError, ValueError):
         raise Stop(f"the modules of the patches can't be loaded: {_last(done.stderr)}") from None
     return told
 
