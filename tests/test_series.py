@@ -1,5 +1,6 @@
 """A warm start: the same verdicts and the same code as a cold one, and no patch file is read for them."""
 
+import ast
 import json
 import os
 import shutil
@@ -9,6 +10,8 @@ import sys
 import pytest
 from releases import tree
 
+from vllm_rocm_fixes import series
+from vllm_rocm_fixes.mend import examine
 from vllm_rocm_fixes.patches import SERIES
 
 SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler"
@@ -57,6 +60,17 @@ def test_a_warm_start_says_and_does_the_same_and_reads_no_patch(stock, tmp_path)
     results, code, read, _ = start(stock, tmp_path / "cache")
     assert results["sampler"][0] == results["all2all_utils"][0] == "waiting" and read
     assert start(stock, tmp_path / "cache") == [results, code, [], []]
+
+
+def test_an_upgrade_under_a_running_process_asks_no_patch_for_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROCM_FIXES_CACHE", str(tmp_path))
+    assert series.load() == SERIES  # cold
+    warm = {patch.name: patch for patch in series.load()}
+    monkeypatch.setattr("vllm_rocm_fixes.patches.SERIES", SERIES[:0:-1])  # another order, and the first is gone
+    source = (tree("0.23.0") / "vllm/_aiter_ops.py").read_bytes()
+    assert examine(warm["aiter_ops"], ast.parse(source)).kind == "needed"
+    gone = examine(warm[SERIES[0].name], ast.parse(""))
+    assert gone.kind == "unknown" and "the overlay was replaced" in gone.reason
 
 
 def test_a_file_that_changed_is_examined_anew(stock, tmp_path):

@@ -88,9 +88,20 @@ def linked_file(home):
     entry.symlink_to(home.parent / "entry")
 
 
-@pytest.mark.parametrize(
-    "spoil", [others_folder, others_file, open_folder, open_file, linked_folder, linked_file], ids=lambda f: f.__name__
-)
+def pipe(home):
+    entry = next(home.iterdir())
+    entry.unlink()
+    os.mkfifo(entry, 0o600)
+
+
+def huge_file(home):
+    os.truncate(next(home.iterdir()), 1 << 40)
+
+
+SPOILT = [others_folder, others_file, open_folder, open_file, linked_folder, linked_file, pipe, huge_file]
+
+
+@pytest.mark.parametrize("spoil", SPOILT, ids=lambda f: f.__name__)
 def test_what_another_user_could_have_written_is_not_read(home, spoil):
     if os.geteuid() and spoil in (others_folder, others_file):
         pytest.skip("giving a file to another user takes root, as CI runs")

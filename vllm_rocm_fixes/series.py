@@ -23,7 +23,7 @@ def load() -> tuple[Patch, ...]:
         told = [(p.name, p.module, p.summary, p.origin, p.since, p.until) for p in series]
         store.keep(key, [(row, bool(patch.refuse)) for row, patch in zip(told, series, strict=True)])
         return series
-    return tuple(_late(number, told, refuses) for number, (told, refuses) in enumerate(rows))
+    return tuple(_late(told, refuses) for told, refuses in rows)
 
 
 def _real() -> tuple[Patch, ...]:
@@ -33,15 +33,22 @@ def _real() -> tuple[Patch, ...]:
     return series
 
 
-def _late(number: int, told: tuple[str, str, str, tuple[str, ...], str, str | None], refuses: bool) -> Patch:
+def _late(told: tuple[str, str, str, tuple[str, ...], str, str | None], refuses: bool) -> Patch:
+    def real() -> Patch:
+        """The patch of that name and module; raises LookupError where an upgrade in place has taken it away."""
+        for patch in _real():
+            if patch[:2] == told[:2]:
+                return patch
+        raise LookupError("the overlay was replaced since this process began, by one without that patch")
+
     def examine(tree: ast.Module) -> Verdict:
-        return _real()[number].examine(tree)
+        return real().examine(tree)
 
     def mend(tree: ast.Module) -> None:
-        _real()[number].mend(tree)
+        real().mend(tree)
 
     def refuse(site: Site) -> str | None:
-        ask = _real()[number].refuse
+        ask = real().refuse
         return ask(site) if ask else None
 
     return Patch(*told, examine, mend, refuse if refuses else None)

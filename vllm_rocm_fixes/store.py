@@ -23,6 +23,7 @@ from ._version import __version__
 from .patch import Mended, Outcome, Patch, Site, Verdict
 
 _DIGEST = 32  # bytes of a SHA-256
+_LIMIT = 1 << 24  # bytes of an entry; the largest has some 300,000
 _MOST = 200  # entries: some two dozen, for a few releases and versions of the overlay
 _unkept: dict[bytes, Mended] = {}  # made in this process, where the folder didn't take it
 
@@ -92,9 +93,11 @@ def recall(wanted: bytes) -> Any:
         place = folder()
         if not _ours_alone(os.lstat(place), stat.S_ISDIR):
             return None
-        descriptor = os.open(place / wanted.hex(), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # Without waiting: for a pipe of that name nobody may ever write.
+        descriptor = os.open(place / wanted.hex(), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
-            if not _ours_alone(os.fstat(descriptor), stat.S_ISREG):
+            status = os.fstat(descriptor)
+            if not _ours_alone(status, stat.S_ISREG) or status.st_size > _LIMIT:
                 return None
             data = file.read()
         payload = data[2 * _DIGEST :]
