@@ -101,6 +101,13 @@ def test_a_condition_that_does_not_hold_leaves_the_name_unbound(load):
     assert sys.heavy_count == 0
 
 
+def test_what_a_plugin_put_there_stays_when_its_neighbour_is_bound(load):
+    module = load("from heavy import A, B\ndef a():\n    return A\ndef b():\n    return B\n")
+    module.A = "theirs"
+    assert (module.a(), module.b(), module.a()) == ("theirs", 2, "theirs")
+    assert sys.heavy_count == 1 and module.A == "theirs"
+
+
 def test_a_broken_import_tells_its_reason(load):
     module = load("import broken\ndef use():\n    return broken.x\n", "broken")
     with pytest.raises(OSError, match=r"libmissing\.so"):

@@ -101,7 +101,7 @@ def need(namespace: dict[str, Any], *names: str) -> None:
     """Bind deferred names in a module's namespace. Raises what their import raises, and NameError as stock would."""
     for name in names:
         if name not in namespace and BINDER in namespace:
-            namespace[BINDER](name)
+            _bind(namespace, name)
         if name not in namespace:
             raise NameError(f"name {name!r} is not defined: the conditions for its import do not hold", name=name)
 
@@ -110,7 +110,7 @@ def resolve(namespace: dict[str, Any], name: str) -> object:
     """What a module's `__getattr__` answers for a name. Raises AttributeError, with the reason where there is one."""
     module = namespace.get("__name__")
     try:
-        namespace[BINDER](name)
+        _bind(namespace, name)
     except Exception as error:
         reason = f"module {module!r} has no attribute {name!r}: {type(error).__name__}: {error}"
         raise AttributeError(reason, name=name) from error
@@ -118,6 +118,16 @@ def resolve(namespace: dict[str, Any], name: str) -> object:
         return namespace[name]
     except KeyError:
         raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name) from None
+
+
+def _bind(namespace: dict[str, Any], name: str) -> None:
+    """Run the statement that binds a name. Others that it binds stay where a test or a plugin has put its own."""
+    binder = namespace[BINDER]
+    theirs = {other: namespace[other] for other in binder.__code__.co_names if other in namespace}
+    try:
+        binder(name)
+    finally:
+        namespace.update(theirs)
 
 
 def _take(
