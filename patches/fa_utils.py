@@ -23,6 +23,7 @@ from vllm_rocm_fixes.syntax import (
     definitions,
     find,
     function,
+    hidden_imports,
     holding,
     imports,
     insert_before,
@@ -46,6 +47,8 @@ def examine(tree: ast.Module) -> Verdict:
         for _, s in statements(tree.body)
         if isinstance(s, ast.Import | ast.ImportFrom) and any(imports(s, package) for package in _PACKAGES)
     ]
+    if not early and hidden_imports(tree, *_PACKAGES):
+        return unknown("flash_attn is imported while the module runs, in a way that isn't known")
     if not early:
         return clear("flash_attn isn't imported at module scope")
     attempt = _attempt(tree)

@@ -30,6 +30,7 @@ from vllm_rocm_fixes.syntax import (
     blocks,
     class_,
     for_type_checkers,
+    hidden_imports,
     imports,
     parse_expression,
     parse_statements,
@@ -49,6 +50,8 @@ def examine_off_rocm(owner: str, tree: ast.Module) -> Verdict:
         if class_(tree, "AllReduceFusionPass") is None:
             return unknown(f"looked for the classes {owner} and AllReduceFusionPass, and neither is there once")
         return clear("it holds nothing for ROCm, which doesn't import it")
+    if hidden_imports(tree, _PACKAGE):
+        return unknown("FlashInfer is imported while the module runs, in a way that isn't known")
     around = [s for s in tree.body if any(True for _ in _early([s]))]
     if not around:
         return clear("FlashInfer isn't imported at module scope")
@@ -110,6 +113,8 @@ def examine_all2all(tree: ast.Module) -> Verdict:
     """Whether the file of all back ends imports FlashInfer for one of them."""
     if class_(tree, "AgRsAll2AllManager") is None:
         return unknown("looked for the class AgRsAll2AllManager, and it isn't there once")
+    if hidden_imports(tree, _PACKAGE):
+        return unknown("FlashInfer is imported while the module runs, in a way that isn't known")
     early = list(_early(tree.body))
     if not early:
         return clear("FlashInfer isn't imported at module scope")

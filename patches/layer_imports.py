@@ -38,6 +38,7 @@ from vllm_rocm_fixes.syntax import (
     everything,
     find,
     first_statement,
+    hidden_imports,
     holding,
     imports,
     insert_before,
@@ -76,6 +77,8 @@ def examine(at: Place, tree: ast.Module) -> Verdict:
     if class_(tree, at.owner) is None:
         return unknown(f"looked for the class {at.owner}, and it isn't there once")
     if not any(_is_early(at, statement) for _, statement in statements(tree.body)):
+        if hidden_imports(tree, at.package):
+            return unknown(f"{at.package} is imported while the module runs, in a way that isn't known")
         return clear(f"{at.package} isn't imported at module scope")
     try:
         _asking(at, tree)

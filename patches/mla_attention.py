@@ -23,6 +23,7 @@ from vllm_rocm_fixes.syntax import (
     blocks,
     class_,
     find,
+    hidden_imports,
     holding,
     imports,
     insert_before,
@@ -40,6 +41,8 @@ def examine(tree: ast.Module) -> Verdict:
         return unknown("looked for the class MLAAttention, and it isn't there once")
     plain = (s for _, s in statements(tree.body) if isinstance(s, ast.Import | ast.ImportFrom))
     early = [s for s in plain if imports(s, "flash_attn")]
+    if not early and hidden_imports(tree, "flash_attn"):
+        return unknown("flash_attn is imported while the module runs, in a way that isn't known")
     if not early:
         return clear("flash_attn isn't imported at module scope")
     outer, inner = _attempts(tree)

@@ -23,6 +23,7 @@ from vllm_rocm_fixes.syntax import (
     Function,
     class_,
     find,
+    hidden_imports,
     imports,
     names,
     parse_expression,
@@ -37,6 +38,8 @@ def examine(tree: ast.Module) -> Verdict:
     if class_(tree, "QuarkOCP_MX") is None:
         return unknown("looked for the class QuarkOCP_MX, and it isn't there once")
     early = [s for _, s in statements(tree.body) if isinstance(s, ast.Import | ast.ImportFrom) and imports(s, "aiter")]
+    if not early and hidden_imports(tree, "aiter"):
+        return unknown("AITER is imported while the module runs, in a way that isn't known")
     if not early:
         return clear("AITER isn't imported at module scope")
     attempt = _attempt(tree)

@@ -102,12 +102,42 @@ def find(node: ast.AST, kind: type[_Node], where: Callable[[_Node], bool] = lamb
 
 def imports(node: ast.AST, package: str) -> list[ast.Import | ast.ImportFrom]:
     """All absolute imports of a package, or of anything in it, at or below node."""
+    plain = find(node, ast.Import, lambda n: any(_within(alias.name, package) for alias in n.names))
+    return [*plain, *find(node, ast.ImportFrom, lambda n: n.level == 0 and _within(n.module, package))]
 
-    def matches(name: str | None) -> bool:
-        return name is not None and (name == package or name.startswith(package + "."))
 
-    plain = find(node, ast.Import, lambda n: any(matches(alias.name) for alias in n.names))
-    return [*plain, *find(node, ast.ImportFrom, lambda n: n.level == 0 and matches(n.module))]
+def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
+    """What imports one of the packages while the module runs, without being a statement of module scope.
+
+    That is an import in the body of a class or in a function that module scope calls, and import_module("package").
+    """
+    own = [s for _, s in statements(tree.body) if isinstance(s, Function)]
+    plain = {id(s) for _, s in statements(tree.body)}
+    found: list[ast.AST] = []
+    running: list[ast.AST] = list(tree.body)
+    for node in running:
+        if isinstance(node, Function | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and for_type_checkers(node):
+            running += node.orelse
+            continue
+        running += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Call):
+            spelt = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            wanted = string(node.args[0]) if node.args else None
+            if spelt in ("import_module", "__import__") and any(_within(wanted, package) for package in packages):
+                found.append(node)
+            elif isinstance(node.func, ast.Name):
+                called = [f for f in own if f.name == spelt]
+                own = [f for f in own if f.name != spelt]
+                running += [s for f in called for s in f.body]
+        elif isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in plain:
+            found += [node for package in packages if imports(node, package)]
+    return found
+
+
+def _within(name: str | None, package: str) -> bool:
+    return name is not None and (name == package or name.startswith(package + "."))
 
 
 def for_type_checkers(statement: ast.stmt) -> bool:
