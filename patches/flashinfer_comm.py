@@ -29,6 +29,7 @@ from vllm_rocm_fixes.syntax import (
     Definition,
     blocks,
     class_,
+    find,
     for_type_checkers,
     hidden_imports,
     imports,
@@ -89,12 +90,13 @@ def _is_gated(statement: ast.If) -> bool:
 
 
 def _is_known(statement: ast.stmt) -> bool:
-    """`if find_spec("flashinfer"):` without an else, or a `try` whose one handler doesn't look at its error."""
+    """`if find_spec("flashinfer"):` without an else, or a `try` whose one handler can do without an error."""
     if isinstance(statement, ast.If):
         return ast.unparse(statement.test) == f"find_spec({_PACKAGE!r})" and not statement.orelse
     if not isinstance(statement, ast.Try) or len(statement.handlers) != 1:
         return False
-    return not (statement.handlers[0].name or statement.orelse or statement.finalbody)
+    handler = statement.handlers[0]
+    return not (handler.name or statement.orelse or statement.finalbody or find(handler, ast.Raise))
 
 
 def _early(block: Block) -> Iterator[ast.stmt]:

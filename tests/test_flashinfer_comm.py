@@ -70,6 +70,7 @@ def test_shapes():
     assert examine(ast.parse(early + owner)).kind == "unknown"
     assert examine(ast.parse(platform + "import flashinfer\n" + owner)).kind == "unknown"
     assert examine(ast.parse(platform + early.replace("Error:", "Error as e:") + owner)).kind == "unknown"
+    assert examine(ast.parse(platform + early.replace("c = None", "raise") + owner)).kind == "unknown"
     typing = "if TYPE_CHECKING:\n    import flashinfer\n"
     assert examine(ast.parse(platform + typing + owner)).kind == "clear"
     for test, kind in GATES.items():
