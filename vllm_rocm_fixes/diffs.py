@@ -115,9 +115,9 @@ def text(found: Iterable[Difference]) -> bytes:
 
 
 def address(origin: str) -> str:
-    """Where an origin such as "vLLM #44823" or "vllm-project/vllm#44823" is read; the text itself where unknown."""
-    match = re.fullmatch(r"([\w./-]+?) ?#(\d+)", origin)
-    project = match and (match[1] if "/" in match[1] else _PROJECTS.get(match[1].lower()))
+    """Where an origin such as "vLLM #44823" is read; the text itself where the project isn't known."""
+    match = re.fullmatch(r"([\w-]+) #(\d+)", origin)
+    project = match and _PROJECTS.get(match[1].lower())
     return f"https://github.com/{project}/issues/{match[2]}" if match and project else origin
 
 

@@ -167,11 +167,11 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _named(origins: Sequence[str]) -> str:
-    """Origins in one style, whichever way each is written: "vLLM #44823, #43331, AITER #4585"."""
+    """Origins, each project named once: "vLLM #44823, #43331, AITER #4585"."""
     numbers: dict[str, list[str]] = {}
     for origin in origins:
         project, _, number = origin.rpartition("#")
-        numbers.setdefault(project.strip().replace("vllm-project/vllm", "vLLM"), []).append(f"#{number}")
+        numbers.setdefault(project.strip(), []).append(f"#{number}")
     return ", ".join(f"{project} {', '.join(each)}" for project, each in numbers.items())
 
 
