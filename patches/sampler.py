@@ -97,7 +97,7 @@ def answer(sampler: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any
             doing = _KERNEL
             with _watched():
                 tokens = kernel(logits, generators) if kernel else sampler.aiter_sample(logits, k, p, generators)
-            setattr(sampler, _SERVED, True)
+            setattr(sampler, _SERVED, kernel is None)  # the other kernel doesn't load what aiter_sample needs
             return tokens, None
         except (Exception, SystemExit) as error:
             for i, state in states.items():
@@ -231,9 +231,11 @@ def _gives_up(attempt: ast.Try, last: str) -> bool:
 
 
 def _catches_all(attempt: ast.Try) -> bool:
-    """A try statement catches SystemExit and every Exception."""
+    """A try statement catches SystemExit and every Exception, and raises none of them again."""
     caught: set[str] = set()
     for handler in attempt.handlers:
+        if find(handler, ast.Raise):
+            return False
         caught |= names(handler.type) if handler.type else {"BaseException"}
     return "BaseException" in caught or {"Exception", "SystemExit"} <= caught
 

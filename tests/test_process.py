@@ -420,6 +420,54 @@ def test_a_second_thread_waits_until_the_finder_stands(shelf):
     assert got == ["mended", "stock; while it was imported"]
 
 
+def test_applied_is_said_of_code_that_has_run(shelf):
+    """And not of code that was asked for, or that ended with an error."""
+    (shelf / "vllm/late.py").write_text(
+        "import builtins\nif hasattr(builtins, 'bad'):\n    1 / 0\n\ndef f():\n    return 'stock'\n"
+    )
+    got = child(
+        shelf,
+        """
+        import builtins, importlib.util
+        p = process.Process([patch("late")], ())
+        p.prepare(); p.register()
+        states = [state(p)["late"][0]]
+        importlib.util.find_spec("vllm.late").loader.get_code("vllm.late")
+        states.append(state(p)["late"][0])
+        builtins.bad = True
+        try:
+            import vllm.late
+        except ZeroDivisionError:
+            states.append(state(p)["late"][0])
+        del builtins.bad
+        import vllm.late
+        print(json.dumps([*states, *state(p)["late"]]))
+        """,
+    )
+    assert got == ["waiting", "waiting", "waiting", "applied", "stock; while it was imported"]
+
+
+def test_a_module_that_another_thread_imports_during_the_survey_stays_applied(shelf):
+    got = child(
+        shelf,
+        """
+        import threading
+        real = process.remembered
+        def remembered(*arguments):
+            found = real(*arguments)
+            other = threading.Thread(target=__import__, args=("vllm.late",))
+            other.start()
+            other.join()
+            return found
+        process.remembered = remembered
+        p = process.Process([patch("late")], ())
+        p.prepare(); p.register()
+        print(json.dumps(state(p)["late"]))
+        """,
+    )
+    assert got == ["applied", "stock; while it was imported"]
+
+
 def test_threads_that_open_the_doors_at_once(shelf):
     got = child(
         shelf,

@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib
+import sys
 import threading
 import types
 
@@ -187,6 +188,7 @@ def test_every_release_is_needed_and_mended_once(release):
     assert len(touched) <= 14 and not any(line.startswith(("def ", "class ")) for line in touched)
 
 
+CAUGHT = "(ImportError, OSError, RuntimeError, CalledProcessError)"
 FORKS = {
     "AITER under another name": ("0.33.0", "aiter", "vendor"),
     "the class renamed": ("0.33.0", "class TopKTopPSampler(", "class VendorSampler("),
@@ -246,7 +248,27 @@ def test_a_shape_that_is_not_known_is_left_alone(fork):
     assert mended.code is None
 
 
-CAUGHT = "(ImportError, OSError, RuntimeError, CalledProcessError)"
+@pytest.mark.unit
+def test_the_other_kernels_answer_says_nothing_of_aiter_sample(monkeypatch):
+    """It doesn't load what that needs: the next request of aiter_sample's goes through answer() too."""
+    for name in ("aiter", "aiter.ops", "aiter.ops.sampling"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    ours = types.SimpleNamespace(aiter_sample=lambda *_: "tokens")
+    assert sampler.answer(ours, None, {}, None, None, kernel=lambda *_: "other") == ("other", None)
+    assert not ours._rocm_fixes_served and not hasattr(ours, "aiter_ops")
+    assert sampler.answer(ours, None, {}, None, None) == ("tokens", None)
+    assert ours._rocm_fixes_served and ours.aiter_ops is not None
+
+
+@pytest.mark.unit
+def test_a_handler_that_raises_again_catches_nothing():
+    fixed = source("0.33.0").replace(
+        "except Exception as err:\n            # The", "except BaseException as err:  # The"
+    )
+    fixed = fixed.replace("return _aiter_temp_gumbel_sample(logits, generators), None", "return None")
+    old = f"except {CAUGHT} as err:\n"
+    assert old in fixed and verdict(fixed.replace(old, "except BaseException as err:\n")).kind == "clear"
+    assert verdict(fixed.replace(old, "except BaseException as err:\n            raise\n")).kind == "needed"
 
 
 @pytest.mark.unit

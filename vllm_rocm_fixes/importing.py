@@ -27,8 +27,9 @@ class Finder:
 
     coders: for each module to be mended, what gives its code (called with the name, the stock loader and the spec's
     origin; None keeps stock). guards: for each guarded package, the contexts in which it is executed; one that raises
-    ImportError forbids the import, any other error of its own is passed to on_error. reminder, where it is set, is
-    called before each import, whatever its name.
+    ImportError forbids the import, any other error of its own is passed to on_error. executed is called with the name
+    of a module whose mended code has run to its end. reminder, where it is set, is called before each import, whatever
+    its name.
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class Finder:
         coders: Mapping[str, Coder],
         guards: Mapping[str, Sequence[Around]],
         on_error: Callable[[str, Exception], None],
+        executed: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._coders, self._guards, self._on_error = coders, guards, on_error
+        self._coders, self._guards, self._on_error, self._executed = coders, guards, on_error, executed
         self._busy = threading.local()
         self.reminder: Callable[[], None] | None = None
 
@@ -55,7 +57,7 @@ class Finder:
             return None
         spec = self._stock_spec(name, path, target)
         if spec is not None and hasattr(spec.loader, "exec_module") and not _holds_ours(spec.loader):
-            loader = Loader(spec, self._coders.get(name), self._guards.get(name, ()), self._on_error)
+            loader = Loader(spec, self._coders.get(name), self._guards.get(name, ()), self._on_error, self._executed)
             spec.loader = loader  # type: ignore[assignment]
         return spec
 
@@ -91,9 +93,11 @@ class Loader:
         coder: Coder | None,
         guards: Sequence[Around],
         on_error: Callable[[str, Exception], None],
+        executed: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.stock: Any = spec.loader
         self._origin, self._coder, self._guards, self._on_error = spec.origin, coder, guards, on_error
+        self._executed = executed
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -126,6 +130,7 @@ class Loader:
                 self.stock.exec_module(module)
             else:
                 exec(code, module.__dict__)
+                self._executed(module.__name__)
 
     @contextlib.contextmanager
     def _contained(self, guard: Around, name: str) -> Any:

@@ -6,6 +6,8 @@ moves the chosen statements, with the `if` conditions they stood under, into a f
 module. Functions that read such a name ask for it first; `from module import name` and `module.name` find it through
 the module's `__getattr__` (PEP 562). A condition is moved too: `if has_mori():` is asked when a name is, not before.
 
+A star import doesn't take such a name. vLLM has no star import of a module that is mended so.
+
 Once bound, a name is an ordinary global as in stock: what a test or a plugin has put there stays there.
 """
 

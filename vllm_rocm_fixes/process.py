@@ -41,6 +41,7 @@ class Process:
         self.results: dict[str, Result] = {}
         self._wanted = by_module(p for p in series if p.name not in self.settings.skip)
         self._pending = set(self._wanted)  # modules not mended yet
+        self._made: dict[str, tuple[Outcome, ...]] = {}  # of modules that are being imported
         self._prepared = self._registered = False
         self._kept: set[str] = set()  # guards that were switched off too late
         self.milliseconds = 0.0  # spent in the two doors
@@ -123,7 +124,7 @@ class Process:
             package: [g.around for g in guards if package in g.packages] for g in guards for package in g.packages
         }
         before = self._finder
-        self._finder = Finder({module: self._code for module in wanted}, packages, self._guard_failed)
+        self._finder = Finder({m: self._code for m in wanted}, packages, self._guard_failed, self._executed)
         if before in sys.meta_path:
             sys.meta_path[sys.meta_path.index(before)] = self._finder
         else:
@@ -229,10 +230,15 @@ class Process:
         with self._keeping_stock(module):
             source, filename = source_of(module, loader, origin)
             mended = store.mended(source, filename, self._wanted[module], self.site)
-            self._pending.discard(module)
-            self._record(mended.outcomes, "applied", "while it was imported")
+            self._record(mended.outcomes, "waiting", "when it is imported")
+            self._made[module] = mended.outcomes
             return mended.code
         return None
+
+    def _executed(self, module: str) -> None:
+        """Say that the mended code of a module has run; code may be asked for and not be run, or not to its end."""
+        self._pending.discard(module)
+        self._record(self._made.pop(module, ()), "applied", "while it was imported")
 
     # The live way
 
@@ -279,7 +285,8 @@ class Process:
             if root is None:
                 raise LookupError("vLLM has no folder")
             found = remembered([patch for module in modules for patch in self._wanted[module]], self.site)
-            self._record(found, "waiting", "when it is imported")
+            # By now another thread may have imported some.
+            self._record((o for o in found if o.patch.module in self._pending), "waiting", "when it is imported")
 
     # What is written down and said
 
@@ -302,6 +309,8 @@ class Process:
                 self._put(Result(patch, verdict.kind, verdict.reason))
 
     def _put(self, result: Result) -> None:
+        if self.results.get(result.patch.name) == result:
+            return
         self.results[result.patch.name] = result
         said = f"{result.patch.name}: {result.state}, {result.reason} ({result.patch.module})"
         if result.state in ("unknown", "failed", "refused"):
