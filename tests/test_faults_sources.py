@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from releases import tree
 
-from vllm_rocm_fixes.importing import Loader
+from vllm_rocm_fixes.importing import Finder, Loader
 from vllm_rocm_fixes.installed import path_of
 from vllm_rocm_fixes.late import BINDER
 from vllm_rocm_fixes.live import functions, same
@@ -338,5 +338,5 @@ def test_only_a_pyc(module, tmp_path):
     for patch in MODULES[module]:
         result = process.results[patch.name]
         assert result.state == "unknown" and "only compiled code" in result.reason
-    code = Loader(spec, process._code, (), pytest.fail).get_code(module)
+    code = Loader(spec, Finder({module: process._code}, {}, pytest.fail)).get_code(module)
     assert same(code, SourcelessFileLoader(module, spec.origin).get_code(module))

@@ -39,7 +39,7 @@ class Finder:
         on_error: Callable[[str, Exception], None],
         executed: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._coders, self._guards, self._on_error, self._executed = coders, guards, on_error, executed
+        self.coders, self.guards, self.on_error, self.executed = coders, guards, on_error, executed
         self._busy = threading.local()
         self.reminder: Callable[[], None] | None = None
 
@@ -52,13 +52,12 @@ class Finder:
                 self.reminder()
             except Exception as error:
                 self.reminder = None
-                self._on_error(name, error)
-        if name not in self._coders and name not in self._guards:
+                self.on_error(name, error)
+        if name not in self.coders and name not in self.guards:
             return None
         spec = self._stock_spec(name, path, target)
         if spec is not None and hasattr(spec.loader, "exec_module") and not _holds_ours(spec.loader):
-            loader = Loader(spec, self._coders.get(name), self._guards.get(name, ()), self._on_error, self._executed)
-            spec.loader = loader  # type: ignore[assignment]
+            spec.loader = Loader(spec, self)  # type: ignore[assignment]
         return spec
 
     def _stock_spec(
@@ -87,17 +86,9 @@ class Loader:
     isinstance() takes it for the stock loader, and a copy or a pickle is one of that.
     """
 
-    def __init__(
-        self,
-        spec: importlib.machinery.ModuleSpec,
-        coder: Coder | None,
-        guards: Sequence[Around],
-        on_error: Callable[[str, Exception], None],
-        executed: Callable[[str], None] = lambda name: None,
-    ) -> None:
+    def __init__(self, spec: importlib.machinery.ModuleSpec, finder: Finder) -> None:
         self.stock: Any = spec.loader
-        self._origin, self._coder, self._guards, self._on_error = spec.origin, coder, guards, on_error
-        self._executed = executed
+        self._origin, self._finder = spec.origin, finder
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -116,21 +107,25 @@ class Loader:
 
     def get_code(self, name: str) -> CodeType | None:
         """The mended code, or the stock loader's where stock is kept."""
-        code = self._coder(name, self.stock, self._origin) if self._coder else None
-        stock: CodeType | None = code or self.stock.get_code(name)
-        return stock
+        code: CodeType | None = self._code(name) or self.stock.get_code(name)
+        return code
 
     def exec_module(self, module: ModuleType) -> None:
         """Execute the mended code inside the guards; where stock is kept, let the stock loader do it."""
-        code = self._coder(module.__name__, self.stock, self._origin) if self._coder else None
+        name = module.__name__
+        code = self._code(name)
         with ExitStack() as guards:
-            for guard in self._guards:
-                guards.enter_context(self._contained(guard, module.__name__))
+            for guard in self._finder.guards.get(name, ()):
+                guards.enter_context(self._contained(guard, name))
             if code is None:
                 self.stock.exec_module(module)
             else:
                 exec(code, module.__dict__)
-                self._executed(module.__name__)
+                self._finder.executed(name)
+
+    def _code(self, name: str) -> CodeType | None:
+        coder = self._finder.coders.get(name)
+        return coder(name, self.stock, self._origin) if coder else None
 
     @contextlib.contextmanager
     def _contained(self, guard: Around, name: str) -> Any:
@@ -141,7 +136,7 @@ class Loader:
         except ImportError:
             raise
         except Exception as error:
-            self._on_error(name, error)
+            self._finder.on_error(name, error)
             yield
             return
         try:
@@ -150,7 +145,7 @@ class Loader:
             try:
                 context.__exit__(None, None, None)
             except Exception as error:
-                self._on_error(name, error)
+                self._finder.on_error(name, error)
 
 
 def _holds_ours(loader: Any, depth: int = 8) -> bool:

@@ -94,9 +94,9 @@ class Outcome(NamedTuple):
     failed: str | None = None
 
     @property
-    def passing(self) -> bool:
-        """The same source may give another verdict, so this one isn't kept."""
-        return isinstance(self.verdict, Passing)
+    def lasts(self) -> bool:
+        """The same source gives the same outcome at the next start; what was refused or failed may be mended then."""
+        return not (self.refused or self.failed or isinstance(self.verdict, Passing))
 
     @property
     def applied(self) -> bool:

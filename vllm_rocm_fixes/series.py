@@ -5,10 +5,11 @@ Where everything is mended already, and the code lies in the store, a start read
 
 from __future__ import annotations
 
-import ast
+from collections.abc import Callable
+from typing import Any
 
 from . import store
-from .patch import Patch, Site, Verdict
+from .patch import Patch
 
 
 def load() -> tuple[Patch, ...]:
@@ -34,21 +35,16 @@ def _real() -> tuple[Patch, ...]:
 
 
 def _late(told: tuple[str, str, str, tuple[str, ...], str, str | None], refuses: bool) -> Patch:
-    def real() -> Patch:
-        """The patch of that name and module; raises LookupError where an upgrade in place has taken it away."""
-        for patch in _real():
-            if patch[:2] == told[:2]:
-                return patch
-        raise LookupError("the overlay was replaced since this process began, by one without that patch")
+    def asking(field: str) -> Callable[[Any], Any]:
+        """A function of the patch; the call raises LookupError where an upgrade in place has taken the patch away."""
 
-    def examine(tree: ast.Module) -> Verdict:
-        return real().examine(tree)
+        def ask(argument: Any) -> Any:
+            for patch in _real():
+                if patch[:2] == told[:2]:
+                    function = getattr(patch, field)
+                    return function(argument) if function else None
+            raise LookupError("the overlay was replaced since this process began, by one without that patch")
 
-    def mend(tree: ast.Module) -> None:
-        real().mend(tree)
+        return ask
 
-    def refuse(site: Site) -> str | None:
-        ask = real().refuse
-        return ask(site) if ask else None
-
-    return Patch(*told, examine, mend, refuse if refuses else None)
+    return Patch(*told, asking("examine"), asking("mend"), asking("refuse") if refuses else None)

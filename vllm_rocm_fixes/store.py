@@ -64,7 +64,7 @@ def mended(source: bytes | str, filename: str, patches: Sequence[Patch], site: S
         from .mend import mend  # a warm start has no use for it
 
         found = mend(source, filename, patches, site)
-        if found_by and not save(found_by, found) and not any(o.passing for o in found.outcomes):
+        if found_by and all(o.lasts for o in found.outcomes) and not save(found_by, found):
             _unkept[found_by] = found._replace(tree=None)
     return found
 
@@ -80,8 +80,8 @@ def load(wanted: bytes, patches: Sequence[Patch]) -> Mended | None:
 
 
 def save(wanted: bytes, mended: Mended) -> bool:
-    """Keep mended code; False where that failed. What may be mended tomorrow isn't kept."""
-    if any(o.refused or o.failed or o.passing for o in mended.outcomes):
+    """Keep mended code; False where that failed. Only what lasts is kept."""
+    if not all(o.lasts for o in mended.outcomes):
         return False
     outcomes = [(o.patch.name, o.verdict.kind, o.verdict.reason) for o in mended.outcomes]
     return keep(wanted, (outcomes, mended.code, sorted(mended.decorated), dict(mended.added)))

@@ -41,7 +41,17 @@ def modules(
         how = mend
     site = Site(root, release or version(root), skipped)
     for module, patches in by_module(p for p in series if p.name not in skipped).items():
-        yield _survey(module, patches, site, read, how)
+        path, source = path_of(root, module), None
+        if path is None:
+            mended = Mended(tuple(Outcome(patch, missing(patch, root, site.version)) for patch in patches))
+        else:
+            try:
+                source = read(path)
+                mended = how(source, str(path), patches, site)
+            except OSError as error:
+                verdict = Passing("unknown", f"{path} can't be read: {error.strerror}")
+                mended = Mended(tuple(Outcome(patch, verdict) for patch in patches))
+        yield Surveyed(module, path, source, mended)
 
 
 def survey(
@@ -67,17 +77,16 @@ def remembered(series: Sequence[Patch], site: Site) -> list[Outcome]:
     if key is None:
         return survey(root, series, site.version, site.skipped)
     known: dict[str, Any] = store.recall(key) or {}
-    outcomes, fresh = [], {}
-    for module, patches in by_module(series).items():
-        file = _stamp(root, module)
-        if file and module in known and known[module][0] == file:
-            named = {patch.name: patch for patch in patches}
-            outcomes += [Outcome(named[name], Verdict(*verdict)) for name, *verdict in known[module][1]]
-            continue
-        found = _survey(module, patches, site, Path.read_bytes, store.mended).mended.outcomes
-        outcomes += found
-        if file and not any(o.refused or o.failed or o.passing for o in found):
-            fresh[module] = file, [(o.patch.name, *o.verdict) for o in found]
+    files = {module: _stamp(root, module) for module in by_module(series)}
+    unchanged = {module for module, file in files.items() if file and module in known and known[module][0] == file}
+    named = {patch.name: patch for patch in series}
+    outcomes = [Outcome(named[n], Verdict(*verdict)) for m in unchanged for n, *verdict in known[m][1]]
+    fresh = {}
+    changed = [patch for patch in series if patch.module not in unchanged]
+    for found in modules(root, changed, site.version, read=Path.read_bytes, how=store.mended):
+        outcomes += found.mended.outcomes
+        if files[found.module] and all(o.lasts for o in found.mended.outcomes):
+            fresh[found.module] = files[found.module], [(o.patch.name, *o.verdict) for o in found.mended.outcomes]
     if fresh:
         store.keep(key, known | fresh)
     return outcomes
@@ -89,19 +98,6 @@ def by_module(patches: Iterable[Patch]) -> dict[str, list[Patch]]:
     for patch in patches:
         modules.setdefault(patch.module, []).append(patch)
     return modules
-
-
-def _survey(module: str, patches: Sequence[Patch], site: Site, read: Callable[[Path], bytes], how: Way) -> Surveyed:
-    root = site.root or Path()
-    path = path_of(root, module)
-    if path is None:
-        return Surveyed(module, None, None, Mended(tuple(Outcome(p, missing(p, root, site.version)) for p in patches)))
-    try:
-        source = read(path)
-    except OSError as error:
-        verdict = Passing("unknown", f"{path} can't be read: {error.strerror}")
-        return Surveyed(module, path, None, Mended(tuple(Outcome(patch, verdict) for patch in patches)))
-    return Surveyed(module, path, source, how(source, str(path), patches, site))
 
 
 def _stamp(root: Path, module: str) -> tuple[str, int, int] | None:
