@@ -122,9 +122,8 @@ def _after(block: Block, name: str, found: bool | None, package: str, asked: tup
             found = _imported(statement, name, found, package, asked)
         elif isinstance(statement, ast.If):
             never, always = (ast.unparse(statement.test) == text for text in ("False", "True"))
-            ways = [statement.body] * (not never and not for_type_checkers(statement)) + [statement.orelse] * (
-                not always
-            )
+            never = never or for_type_checkers(statement)
+            ways = [statement.body] * (not never) + [statement.orelse] * (not always)
             found = _same({_after(way, name, found, package, asked) for way in ways})
         elif isinstance(statement, ast.Try):
             passed = _after(statement.body + statement.orelse, name, found, package, asked)
