@@ -73,13 +73,20 @@ def mend(tree: ast.Module) -> None:
     outer = next(s for s in tree.body if any(part is attempt for part in ast.walk(s)))
     replace(holding(tree, attempt)[0], attempt, stays or parse_statements("pass", attempt))
 
-    flagged = any(_FLAG in ast.unparse(s) for s in attempt.body)
-    binder, new = binding([_NAME, _FLAG] if flagged else [_NAME], attempt)
-    binder.body += parse_statements("if not current_platform.is_rocm():\n    return", attempt)
-    binder.body.append(attempt)
+    flags = _flags(tree)
+    late = [_NAME, _FLAG] if flags else [_NAME]
+    binder, new = binding(late, attempt)
+    binder.body += [*flags, *parse_statements("if not current_platform.is_rocm():\n    return", attempt), attempt]
+    for flag in flags:
+        replace(tree.body, flag, [])
     insert_before(tree.body, outer, new)
     for answer in _answers(tree):
-        replace(holding(tree, answer)[0], answer, [*asking([_NAME], answer), answer])
+        replace(holding(tree, answer)[0], answer, [*asking([_FLAG], answer), answer])
+
+
+def _flags(tree: ast.Module) -> list[ast.stmt]:
+    """The flag's value until the import has worked; it moves, because a late name that is bound stays as it is."""
+    return [s for s in tree.body if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == _FLAG]
 
 
 def _answers(tree: ast.Module) -> list[ast.Return]:
@@ -111,11 +118,15 @@ def _strange(tree: ast.Module, attempt: ast.Try) -> str | None:
     more = set(movable(own)) - {_NAME, _FLAG}
     if more:
         return f"{', '.join(sorted(more))} with it"
-    known = [attempt, *_answers(tree)]
+    flags = _flags(tree)
+    known = [attempt, *_answers(tree), *flags]
     inside = {id(n) for s in known for n in ast.walk(s)}
-    reads = find(tree, ast.Name, lambda n: n.id in (_NAME, _FLAG) and isinstance(n.ctx, ast.Load))
-    lines = [str(n.lineno) for n in reads if id(n) not in inside]
-    return f"read in line {', '.join(lines)}" if lines else None
+    uses = find(tree, ast.Name, lambda n: n.id == _FLAG or (n.id == _NAME and isinstance(n.ctx, ast.Load)))
+    lines = [str(n.lineno) for n in uses if id(n) not in inside]
+    if lines:
+        return f"used in line {', '.join(lines)}"
+    first = uses and len(flags) == 1 and flags[0].lineno < attempt.lineno
+    return None if first or not uses else f"{_FLAG} isn't set once before it"
 
 
 def _attempt(tree: ast.Module) -> ast.Try | None:

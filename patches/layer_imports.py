@@ -48,6 +48,8 @@ from vllm_rocm_fixes.syntax import (
     statements,
 )
 
+_RAN = f"{BINDER}_ran"  # what a constructor asks for: a test may have put its own in the place of any other name
+
 
 class Place(NamedTuple):
     """What is imported early in one file: for which class, what, and the names that are bound once it was tried.
@@ -93,7 +95,7 @@ def mend(at: Place, tree: ast.Module) -> None:
     taken = list(_taken(at, tree.body))
     first = next(s for s in tree.body if any(part is taken[0].statement for part in ast.walk(s)))
     bound = movable([t.statement for t in taken])
-    binder, new = binding(bound, first)
+    binder, new = binding([*bound, _RAN], first)
     insert_before(tree.body, first, new)
     late: Block = []
     for block, statement, test, _ in taken:
@@ -105,10 +107,10 @@ def mend(at: Place, tree: ast.Module) -> None:
             last.body.append(statement)
         else:
             late.append(ast.copy_location(ast.If(copy.deepcopy(test), [statement], []), statement))
-    binder.body += _with_answer(at, late)
+    binder.body += [*_with_answer(at, late), *parse_statements(f"{_RAN} = True", late[-1])]
     for constructor in constructors:
         start = constructor.body[first_statement(constructor.body)]
-        insert_before(constructor.body, start, asking(at.asked, start))
+        insert_before(constructor.body, start, asking([_RAN], start))
     for statement, read in readers:
         insert_before(holding(tree, statement)[0], statement, asking(read, statement))
 
@@ -196,7 +198,7 @@ def _asking(at: Place, tree: ast.Module) -> tuple[list[tuple[ast.stmt, tuple[str
             raise ValueError(f"{owner.name}.{function.name} reads {node.id} without a constructor before it")
         constructors[id(made[0])] = made[0]
     missing = sorted(set(at.asked) - bound)
-    if constructors and missing:  # a constructor would ask for it in vain
+    if constructors and missing:  # nobody would know of a broken package
         raise ValueError(f"{missing[0]} isn't what it is called there")
     return _firsts(tree, asking), list(constructors.values())
 

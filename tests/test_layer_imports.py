@@ -1,6 +1,8 @@
 """layer_imports: a file imports its package when a layer of it is made, and a broken one is no more than missing."""
 
 import ast
+import sys
+import types
 
 import pytest
 from on_layers import NAMES, NEEDED
@@ -135,5 +137,32 @@ def test_shapes():
     )
     assert verdict("gdn", flag).kind == "needed", "the question imports it too"
     renamed = "from aiter.ops import kernel\n" + flag.partition("\n")[2].replace("GDN_AITER_TRITON_AVAILABLE", "kernel")
-    assert verdict("gdn", renamed).kind == "unknown", "the constructor would ask for a name that nothing binds"
+    assert verdict("gdn", renamed).kind == "unknown", "nobody would know of a broken AITER"
     assert verdict("eplb_nixl", EARLY.strip() + " as Wrapper\n" + CLASS).kind != "clear"
+
+
+@pytest.mark.unit
+def test_a_flag_that_a_test_has_set_leaves_the_kernels_bound(monkeypatch):
+    """Stock has bound them by then; a flag that is False, and True later, finds them."""
+    source = """
+GDN_AITER_TRITON_AVAILABLE = bool("available")
+if GDN_AITER_TRITON_AVAILABLE:
+    from aiter.ops import kernel
+class QwenGatedDeltaNetAttention:
+    def __init__(self):
+        pass
+    def forward_hip(self):
+        return kernel() if GDN_AITER_TRITON_AVAILABLE else "native"
+"""
+    ops = types.ModuleType("aiter.ops")
+    ops.kernel = lambda: "kernel"
+    monkeypatch.setitem(sys.modules, "aiter", types.ModuleType("aiter"))
+    monkeypatch.setitem(sys.modules, "aiter.ops", ops)
+    for code in (compile(source, "stock", "exec"), mend(source, "ours", [PATCHES["gdn"]]).code):
+        module = {"__name__": "layers"}
+        exec(code, module)
+        module["GDN_AITER_TRITON_AVAILABLE"] = False
+        layer = module["QwenGatedDeltaNetAttention"]()
+        assert layer.forward_hip() == "native"
+        module["GDN_AITER_TRITON_AVAILABLE"] = True
+        assert layer.forward_hip() == "kernel"

@@ -23,7 +23,7 @@ OPERATORS = (ROOT / "docs" / "operators.md").read_text()
 
 
 def said(*command):
-    environ = dict(os.environ)  # without what readline sets behind Python's back in a pytest: COLUMNS
+    environ = dict(os.environ)  # without what readline sets behind Python's back, after tests/conftest.py: COLUMNS
     command = [sys.executable, "-m", "vllm_rocm_fixes", *command]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
 
