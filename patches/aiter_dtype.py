@@ -15,7 +15,7 @@ import ast
 import sys
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import class_, find, for_type_checkers, hidden_imports, imports, place, statements
+from vllm_rocm_fixes.syntax import class_, early_imports, find, hidden_imports, imports, place, statements
 
 _NAME, _TYPE = "AITER_FP8_DTYPE", "_FP8_DTYPE"
 _KNOWN = ["from aiter import dtypes", f"{_NAME} = dtypes.fp8"]
@@ -32,10 +32,7 @@ def examine(tree: ast.Module) -> Verdict:
         return unknown(f"AITER is imported for the type of fp8, and `{_PLATFORMS}` doesn't stand before that")
     if early and len(find(tree, ast.Name, lambda n: n.id == "dtypes")) > len(early):
         return unknown("AITER is imported for the type of fp8, and for more of its dtypes")
-    typing = [s.body for _, s in statements(tree.body) if isinstance(s, ast.If) and for_type_checkers(s)]
-    for_types = {id(s) for block in typing for _, s in statements(block)}
-    plain = [s for _, s in statements(tree.body) if isinstance(s, ast.Import | ast.ImportFrom) and imports(s, "aiter")]
-    plain = [s for s in plain if id(s) not in for_types]
+    plain = early_imports(tree.body, "aiter")
     if early and len(plain) == len(early):
         return needed("AITER is imported at module scope for the type of fp8")
     if plain or hidden_imports(tree, "aiter"):

@@ -21,6 +21,7 @@ from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Block,
     definitions,
+    early_imports,
     find,
     function,
     hidden_imports,
@@ -42,11 +43,7 @@ def examine(tree: ast.Module) -> Verdict:
     """Whether flash_attn is imported at module scope, and in the shape that is known."""
     if function(tree, _ASK) is None:
         return unknown(f"looked for the function {_ASK}, and it isn't there once")
-    early = [
-        s
-        for _, s in statements(tree.body)
-        if isinstance(s, ast.Import | ast.ImportFrom) and any(imports(s, package) for package in _PACKAGES)
-    ]
+    early = early_imports(tree.body, *_PACKAGES)
     if not early and hidden_imports(tree, *_PACKAGES):
         return unknown("flash_attn is imported while the module runs, in a way that isn't known")
     if not early:

@@ -19,18 +19,14 @@ from __future__ import annotations
 import ast
 import copy
 import sys
-from collections.abc import Iterator
 from functools import partial
 
 from vllm_rocm_fixes.late import defer
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
-    Block,
-    Definition,
-    blocks,
     class_,
+    early_imports,
     find,
-    for_type_checkers,
     hidden_imports,
     imports,
     parse_expression,
@@ -53,7 +49,7 @@ def examine_off_rocm(owner: str, tree: ast.Module) -> Verdict:
         return clear("it holds nothing for ROCm, which doesn't import it")
     if hidden_imports(tree, _PACKAGE):
         return unknown("FlashInfer is imported while the module runs, in a way that isn't known")
-    around = [s for s in tree.body if any(True for _ in _early([s]))]
+    around = [s for s in tree.body if early_imports([s], _PACKAGE)]
     if not around:
         return clear("FlashInfer isn't imported at module scope")
     if all(isinstance(s, ast.If) and _is_gated(s) for s in around):
@@ -68,7 +64,7 @@ def examine_off_rocm(owner: str, tree: ast.Module) -> Verdict:
 
 def mend_off_rocm(tree: ast.Module) -> None:
     """On ROCm do what stock does for a missing FlashInfer."""
-    statement = next(s for s in tree.body if any(True for _ in _early([s])))
+    statement = next(s for s in tree.body if early_imports([s], _PACKAGE))
     if isinstance(statement, ast.If):
         test = f"not {_PLATFORM}() and {ast.unparse(statement.test)}"
         statement.test = parse_expression(test, statement.test)
@@ -86,7 +82,8 @@ def _is_gated(statement: ast.If) -> bool:
     together = not isinstance(statement.test, ast.BoolOp) or isinstance(statement.test.op, ast.And)
     off = together and not {f"not {_PLATFORM}()", "current_platform.is_cuda()"}.isdisjoint(map(ast.unparse, conditions))
     on = ast.unparse(statement.test) == f"{_PLATFORM}()"
-    return (off or not any(_early(statement.body))) and (on or not any(_early(statement.orelse)))
+    here, otherwise = (bool(early_imports(block, _PACKAGE)) for block in (statement.body, statement.orelse))
+    return (off or not here) and (on or not otherwise)
 
 
 def _is_known(statement: ast.stmt) -> bool:
@@ -99,25 +96,13 @@ def _is_known(statement: ast.stmt) -> bool:
     return not (handler.name or statement.orelse or statement.finalbody or find(handler, ast.Raise))
 
 
-def _early(block: Block) -> Iterator[ast.stmt]:
-    """FlashInfer's imports that run with the module; not those for type checkers."""
-    for statement in block:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            if imports(statement, _PACKAGE):
-                yield statement
-        elif not isinstance(statement, Definition):
-            for inner in blocks(statement):
-                if not (for_type_checkers(statement) and inner is statement.body):  # type: ignore[attr-defined]
-                    yield from _early(inner)
-
-
 def examine_all2all(tree: ast.Module) -> Verdict:
     """Whether the file of all back ends imports FlashInfer for one of them."""
     if class_(tree, "AgRsAll2AllManager") is None:
         return unknown("looked for the class AgRsAll2AllManager, and it isn't there once")
     if hidden_imports(tree, _PACKAGE):
         return unknown("FlashInfer is imported while the module runs, in a way that isn't known")
-    early = list(_early(tree.body))
+    early = early_imports(tree.body, _PACKAGE)
     if not early:
         return clear("FlashInfer isn't imported at module scope")
     inside = [part for s in _asks(tree) for part in ast.walk(s)]

@@ -21,12 +21,11 @@ from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     calls,
     find,
-    for_type_checkers,
     function,
     holding,
     parse_statements,
     replace,
-    statements,
+    running,
 )
 
 _PCIE = "warmup_flashinfer_pcie_ipc_allreduce"
@@ -39,7 +38,7 @@ def examine(tree: ast.Module) -> Verdict:
     run = function(tree, "kernel_warmup")
     if run is None:
         return unknown("looked for the function kernel_warmup, and it isn't there once")
-    early = [ast.unparse(s) for s in find(tree, ast.stmt, _is_helper) if _at_module_scope(tree, s)]
+    early = [ast.unparse(s) for s in running(tree.body) if _is_helper(s)]
     try:
         minimax = _minimax(tree)
     except LookupError as doubt:
@@ -74,7 +73,7 @@ def mend(tree: ast.Module) -> None:
         assert isinstance(gate, ast.If)
         gate.body = [*imported, statement]
         replace(block, statement, [gate])
-    if any(_at_module_scope(tree, s) for s in find(tree, ast.stmt, _is_helper)):
+    if any(map(_is_helper, running(tree.body))):
         defer(tree, _is_helper)
 
 
@@ -87,14 +86,6 @@ def _is_helper(statement: ast.stmt) -> bool:
     module = statement.module or "" if isinstance(statement, ast.ImportFrom) else ""
     words = ".".join([module, *(alias.name for alias in statement.names)]).lower().split(".")
     return any(w.startswith(_EAGER) or w == "fla" for w in words)
-
-
-def _at_module_scope(tree: ast.Module, statement: ast.stmt) -> bool:
-    """Runs when the module is imported: outside of definitions and of `if TYPE_CHECKING`."""
-    typing = [s for _, s in statements(tree.body) if isinstance(s, ast.If) and for_type_checkers(s)]
-    if any(part is statement for s in typing for inner in s.body for part in ast.walk(inner)):
-        return False
-    return any(s is statement for _, s in statements(tree.body))
 
 
 def _pcie_calls(tree: ast.Module) -> list[ast.Call]:
@@ -125,7 +116,7 @@ def _minimax(tree: ast.Module) -> tuple[list[ast.ImportFrom], ast.stmt] | None:
     if all(_on_cuda(tree, s) for s in (*imported, *called)):
         return None
     platform = [s for s in find(tree, ast.ImportFrom) if any(a.name == "current_platform" for a in s.names)]
-    if len(imported) > 1 or len(called) != 1 or not any(_at_module_scope(tree, s) for s in platform):
+    if len(imported) > 1 or len(called) != 1 or not any(s in platform for s in running(tree.body)):
         found = f"{len(imported)} and {len(called)}"
         raise LookupError(f"looked for one import and one call of {_MINIMAX} in kernel_warmup(), and found {found}")
     return imported, called[0]

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import Function, calls, find, imports, parse_statements, replace, statements
+from vllm_rocm_fixes.syntax import Function, calls, early_imports, find, imports, parse_statements, replace, statements
 
 _MODULE = "aiter.ops.mhc"
 
@@ -26,8 +26,7 @@ def examine(tree: ast.Module) -> Verdict:
     """Where this module imports AITER while it is imported, and whether those places are known."""
     if not find(tree, ast.ClassDef, lambda c: c.name == "MHCPreOp") and not _has_kernels(tree):
         return unknown("looked for the class MHCPreOp, and it isn't there")
-    plain = (s for _, s in statements(tree.body) if isinstance(s, ast.Import | ast.ImportFrom))
-    if any(imports(s, "aiter") for s in plain):
+    if early_imports(tree.body, "aiter"):
         return unknown("AITER is imported at module scope itself")
     probes = _probes(tree)
     strange = [p.name for p in probes if _kind(p) is None]

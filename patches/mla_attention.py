@@ -22,6 +22,7 @@ from vllm_rocm_fixes.syntax import (
     Function,
     blocks,
     class_,
+    early_imports,
     find,
     hidden_imports,
     holding,
@@ -39,8 +40,7 @@ def examine(tree: ast.Module) -> Verdict:
     """Whether flash_attn is imported at module scope, and in the shape that is known."""
     if class_(tree, "MLAAttention") is None:
         return unknown("looked for the class MLAAttention, and it isn't there once")
-    plain = (s for _, s in statements(tree.body) if isinstance(s, ast.Import | ast.ImportFrom))
-    early = [s for s in plain if imports(s, "flash_attn")]
+    early = early_imports(tree.body, "flash_attn")
     if not early and hidden_imports(tree, "flash_attn"):
         return unknown("flash_attn is imported while the module runs, in a way that isn't known")
     if not early:

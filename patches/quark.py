@@ -22,6 +22,7 @@ from vllm_rocm_fixes.syntax import (
     Block,
     Function,
     class_,
+    early_imports,
     find,
     hidden_imports,
     imports,
@@ -29,7 +30,6 @@ from vllm_rocm_fixes.syntax import (
     parse_expression,
     parse_statements,
     replace,
-    statements,
 )
 
 
@@ -37,7 +37,7 @@ def examine(tree: ast.Module) -> Verdict:
     """Whether AITER is imported at module scope, and in the shape that is known."""
     if class_(tree, "QuarkOCP_MX") is None:
         return unknown("looked for the class QuarkOCP_MX, and it isn't there once")
-    early = [s for _, s in statements(tree.body) if isinstance(s, ast.Import | ast.ImportFrom) and imports(s, "aiter")]
+    early = early_imports(tree.body, "aiter")
     if not early and hidden_imports(tree, "aiter"):
         return unknown("AITER is imported while the module runs, in a way that isn't known")
     if not early:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from releases import tree
 
+from vllm_rocm_fixes import __version__
+
 ROOT = Path(__file__).parent.parent
 RELEASE = "0.23.0"
 STOCK = ("vllm/plugins/__init__.py", "vllm/utils/import_utils.py")
@@ -107,7 +109,8 @@ def overlay(folder: Path, version: str) -> Path:
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "vllm_rocm_fixes", folder / "vllm_rocm_fixes", ignore=ignore)
     shutil.copytree(ROOT / "patches", folder / "vllm_rocm_fixes" / "patches", ignore=ignore)
-    (folder / "vllm_rocm_fixes" / "_version.py").write_text(f'"""The version."""\n__version__ = "{version}"\n')
+    start = folder / "vllm_rocm_fixes" / "__init__.py"
+    start.write_text(start.read_text().replace(f'__version__ = "{__version__}"', f'__version__ = "{version}"'))
     information = folder / f"vllm_rocm_fixes-{version}.dist-info"
     information.mkdir()
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-rocm-fixes\nVersion: {version}\n")

@@ -30,7 +30,7 @@ STOCK = textwrap.dedent('''\
 # What a child runs first: a finder that turns "stock" into "mended" in shop.goods, through the engine's own mend.
 ENGINE = textwrap.dedent("""\
     import ast, json, sys, traceback, inspect, importlib, os
-    from vllm_rocm_fixes.importing import Finder, install, source_of
+    from vllm_rocm_fixes.importing import Finder, source_of
     from vllm_rocm_fixes.mend import mend
     from vllm_rocm_fixes.patch import Patch, needed, clear
 
@@ -53,7 +53,7 @@ ENGINE = textwrap.dedent("""\
         return mend(source, filename, [PATCH]).code
 
     def enter(guards={}):
-        install(Finder({"shop.goods": coder}, guards, lambda *e: errors.append(e)))
+        sys.meta_path.insert(0, Finder({"shop.goods": coder}, guards, lambda *e: errors.append(e)))
     """)
 
 
@@ -275,7 +275,8 @@ print(json.dumps(known))
 
 def test_others_find_what_they_find_on_stock(shop):
     (shop / "data.txt").write_text("data")
-    ours = "install(Finder({'shop.goods': coder, 'shop': coder}, {'shop': []}, lambda *e: errors.append(e)))\n"
+    ours = "finder = Finder({'shop.goods': coder, 'shop': coder}, {'shop': []}, lambda *e: errors.append(e))\n"
+    ours += "sys.meta_path.insert(0, finder)\n"
     stock, mended = (child(way + "import shop.goods as goods\n" + ASKED, shop.parent) for way in ("", ours))
     assert stock == mended and all(stock["kinds"][0]) and stock["data"][0] == "data"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "vllm_rocm_fixes" / "_version.py").read_text())[1]
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "vllm_rocm_fixes" / "__init__.py").read_text())[1]
 WHEEL = f"vllm_rocm_fixes-{VERSION}-py3-none-any.whl"
 SDIST = f"vllm_rocm_fixes-{VERSION}.tar.gz"
 SITE = Path(sysconfig.get_path("purelib"))  # stock vLLM, and the overlay from the checkout
@@ -90,11 +90,11 @@ def test_metadata_takes_nothing_along_and_opens_the_doors(wheel):
 
 
 def test_version_stands_in_one_place():
-    """In _version.py, and as a heading of the changelog once it is released."""
+    """In __init__.py, and as a heading of the changelog once it is released."""
     found = run(
         "git", "-C", ROOT, "grep", "-lE", rf"version.*['\"]{re.escape(VERSION)}['\"]", "--", "*.py", "*.toml", "*.cfg"
     )
-    assert found.splitlines() == ["vllm_rocm_fixes/_version.py"]
+    assert found.splitlines() == ["vllm_rocm_fixes/__init__.py"]
 
 
 def test_sdist_builds_the_same_wheel(dist, tmp_path):

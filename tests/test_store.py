@@ -9,8 +9,9 @@ import pytest
 
 from vllm_rocm_fixes import store
 from vllm_rocm_fixes.mend import mend
-from vllm_rocm_fixes.patch import Mended, Outcome, Patch, Site, clear, needed
-from vllm_rocm_fixes.survey import remembered
+from vllm_rocm_fixes.patch import Patch, Site, clear, needed
+from vllm_rocm_fixes.series import remembered
+from vllm_rocm_fixes.survey import survey
 
 pytestmark = pytest.mark.unit
 STOCK = b'import functools\n\n@functools.cache\ndef f():\n    return "stock"\n'
@@ -138,10 +139,13 @@ def test_a_folder_that_cannot_be_written_costs_only_the_entry(home, tmp_path, mo
 
 
 def test_what_was_refused_or_failed_is_tried_again(home):
-    verdict = needed("was")
-    for outcome in (Outcome(PATCHES[0], verdict, refused="why"), Outcome(PATCHES[0], verdict, failed="why")):
-        store.save(key(), Mended((outcome,)))
-    assert store.load(key(), PATCHES) is None
+    def breaks(tree):
+        raise RuntimeError("why")
+
+    for patch in (PATCHES[0]._replace(refuse=lambda site: "why"), PATCHES[0]._replace(mend=breaks)):
+        outcome = store.mended(STOCK, "m.py", [patch], Site())
+        assert "why" in (outcome.outcomes[0].refused or outcome.outcomes[0].failed)
+    assert not home.exists()
 
 
 @pytest.mark.parametrize("fails", ["read", "parse", "examine"])
@@ -159,10 +163,11 @@ def test_a_look_that_failed_is_taken_again(home, tmp_path, monkeypatch, fails):
     broken = [p._replace(examine=look) for p in series] if fails == "examine" else series
     with monkeypatch.context() as patched:
         if fails != "examine":
-            patched.setattr(*((Path, "read_bytes") if fails == "read" else (ast, "parse")), look)
+            patched.setattr(*((Path, "open") if fails == "read" else (ast, "parse")), look)
         found = remembered(broken, site)
     assert [o.verdict.kind for o in found] == ["unknown"] * 2 and "for now" in found[0].verdict.reason
-    assert [o.verdict.kind for o in remembered(series, site)] == ["needed", "clear"]
+    for found in (remembered(series, site), remembered(series, site), survey(tmp_path, series, "0.23.0")):
+        assert [o.verdict.kind for o in found] == ["needed", "clear"]
 
 
 def test_the_folder_does_not_grow_for_ever(home, monkeypatch):

@@ -10,12 +10,11 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from ._version import __version__
-
 if TYPE_CHECKING:
     from .process import Process
 
 __all__ = ["__version__", "current", "prepare", "register"]
+__version__ = "0.1.0"
 _process: list[Process] = []
 _lock = threading.Lock()
 if hasattr(_lock, "_at_fork_reinit"):  # a forked child has none of the threads that may hold it

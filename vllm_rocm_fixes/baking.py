@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ._version import __version__
+from . import __version__
 from .guards import GUARDS
 from .patch import Outcome, Patch
 from .rewrite import rewrite

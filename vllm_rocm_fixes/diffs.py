@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from ._version import __version__
+from . import __version__
 from .mend import mend
 from .patch import Outcome, Patch, Site
 from .rewrite import rewrite, same

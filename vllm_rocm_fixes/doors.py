@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from . import settings
-from ._version import __version__
+from . import __version__, settings
 
 NAME = "rocm_fixes"
 PROJECT = "vllm-rocm-fixes"

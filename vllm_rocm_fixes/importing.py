@@ -170,9 +170,3 @@ def source_of(name: str, loader: Any, origin: str | None) -> tuple[bytes | str, 
     if source is None:
         raise ImportError("there is no source, only compiled code")
     return source, origin or f"<{name}>"
-
-
-def install(finder: Finder) -> None:
-    """Put the finder first, once: another Finder there (a second copy of the overlay) is left in its place."""
-    if finder not in sys.meta_path:
-        sys.meta_path.insert(0, finder)

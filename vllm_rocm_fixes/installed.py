@@ -27,7 +27,7 @@ def version(root: Path) -> str | None:
 
 def belongs(module: str, root: Path) -> bool:
     """Whether a module below root can be this vLLM's: in site-packages a `tests` folder is somebody else's."""
-    return module.partition(".")[0] == "vllm" or _is_checkout(root)
+    return module.partition(".")[0] == "vllm" or (root / "setup.py").is_file()
 
 
 def path_of(root: Path, module: str) -> Path | None:
@@ -72,7 +72,3 @@ def _order(text: str) -> tuple[tuple[int, ...], tuple[str, int], int, tuple[int,
     # A bare .dev comes before alpha, alpha before the release; a post release after it.
     pre = (kind.lower(), int(number)) if kind else ("", 0) if dev and not post else ("z", 0)
     return parts, pre, int(post) if post else -1, (0, int(dev)) if dev else (1, 0)
-
-
-def _is_checkout(root: Path) -> bool:
-    return (root / "setup.py").is_file()

@@ -57,8 +57,16 @@ def defer(
     bound = {name: None for group in groups for name in movable(group)}
     _refuse_early_use(tree, set(bound))
     _supply_below(tree.body, set(bound), helper)
-    tree.body[mark[0] : mark[0]] = _binder(groups, list(bound), helper, mark[1])
-    _answer(tree, list(bound), mark[1])
+    binder, new = binding(list(bound), mark[1])
+    for group in groups:
+        own = _bound(group)
+        step = parse_statements(f"if name in {tuple(own)!r}:\n    pass", mark[1])[0]
+        assert isinstance(step, ast.If)
+        step.body = _supply(group, set(bound) - set(own), set(), helper)
+        binder.body.append(step)
+    if _answered(tree, list(bound)):
+        new.pop()
+    tree.body[mark[0] : mark[0]] = new
     return list(bound)
 
 
@@ -72,9 +80,9 @@ def movable(block: Block) -> list[str]:
 
 
 def binding(bound: Sequence[str], at: ast.stmt) -> tuple[ast.FunctionDef, Block]:
-    """For a patch that moves statements by itself: a function that binds these names of the module once it has a body.
+    """A function that binds these names of the module once it has a body, for a patch that moves statements by itself.
 
-    Returns it, and it with the module's `__getattr__`, which ask it for a name: they go before the statement `at`.
+    Returns it, and it with a `__getattr__` that asks it: they go before the statement `at`.
     """
     code = f"def {BINDER}(name):\n    global {', '.join(bound)}\n    if name not in {tuple(bound)!r}:\n        return\n"
     new = parse_statements(code + _GETATTR, at)
@@ -164,21 +172,8 @@ def _take(
     return groups
 
 
-def _binder(groups: list[Block], names: list[str], helper: tuple[str, str], at: ast.stmt) -> Block:
-    code = f"def {BINDER}(name):\n    global {', '.join(names)}\n"
-    binder = parse_statements(code, at)[0]
-    assert isinstance(binder, ast.FunctionDef)
-    for group in groups:
-        own = _bound(group)
-        step = parse_statements(f"if name in {tuple(own)!r}:\n    pass", at)[0]
-        assert isinstance(step, ast.If)
-        step.body = _supply(group, set(names) - set(own), set(), helper)
-        binder.body.append(step)
-    return [binder]
-
-
-def _answer(tree: ast.Module, names: list[str], at: ast.stmt) -> None:
-    """Let the module's `__getattr__` find the names; one that is there already is asked for everything else."""
+def _answered(tree: ast.Module, names: list[str]) -> bool:
+    """Let the `__getattr__` that a module has find the names, and itself everything else; False where it has none."""
     existing = [s for s in tree.body if isinstance(s, ast.FunctionDef) and s.name == "__getattr__"]
     if existing:
         name = existing[-1].args.args[0].arg
@@ -186,9 +181,7 @@ def _answer(tree: ast.Module, names: list[str], at: ast.stmt) -> None:
         answer += f"    return resolve(globals(), {name})"
         start = first_statement(existing[-1].body)
         existing[-1].body[start:start] = parse_statements(answer, existing[-1].body[-1])
-        return
-    binder = next(i for i, s in enumerate(tree.body) if isinstance(s, ast.FunctionDef) and s.name == BINDER)
-    tree.body[binder + 1 : binder + 1] = parse_statements(_GETATTR, at)
+    return bool(existing)
 
 
 def _bound(block: Block) -> list[str]:

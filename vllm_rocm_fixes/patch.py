@@ -5,10 +5,11 @@ aren't strings, which typing would compile one by one.
 """
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import CodeType, MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 Kind = Literal["needed", "clear", "absent", "unknown"]
 State = Literal["applied", "waiting", "clear", "absent", "unknown", "refused", "failed", "skipped"]
@@ -33,24 +34,7 @@ class Passing(Verdict):
     __slots__ = ()
 
 
-def needed(reason: str) -> Verdict:
-    """The defect is there, in a shape that the patch knows."""
-    return Verdict("needed", reason)
-
-
-def clear(reason: str) -> Verdict:
-    """The place is there, and the defect isn't."""
-    return Verdict("clear", reason)
-
-
-def absent(reason: str) -> Verdict:
-    """The module isn't part of this vLLM."""
-    return Verdict("absent", reason)
-
-
-def unknown(reason: str) -> Verdict:
-    """The place wasn't found, or looks like nothing that is known; the reason says what was looked for."""
-    return Verdict("unknown", reason)
+needed, clear, absent, unknown = (partial(Verdict, kind) for kind in get_args(Kind))  # each takes the reason
 
 
 class Site(NamedTuple):
@@ -83,6 +67,14 @@ class Patch(NamedTuple):
     examine: Callable[[ast.Module], Verdict]
     mend: Callable[[ast.Module], None]
     refuse: Callable[[Site], str | None] | None = None
+
+
+def by_module(patches: Iterable[Patch]) -> dict[str, list[Patch]]:
+    """The patches of each module, in the order given."""
+    modules: dict[str, list[Patch]] = {}
+    for patch in patches:
+        modules.setdefault(patch.module, []).append(patch)
+    return modules
 
 
 class Outcome(NamedTuple):

@@ -18,17 +18,17 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from . import records, settings, store
-from ._version import __version__
+from . import __version__, records, settings, store
 from .guards import Guard
-from .importing import Finder, Loader, install, source_of
-from .installed import version
+from .importing import Finder, Loader, source_of
 from .live import NotStock, transplant
-from .patch import Outcome, Patch, Result, Site, State, unknown
-from .survey import by_module, remembered
+from .patch import Outcome, Patch, Result, Site, State, by_module, unknown
+from .series import remembered
 
 # vLLM shows INFO only below its own logger.
 logger = logging.getLogger("vllm.rocm_fixes")
+
+_KEPT: tuple[State, ...] = ("failed", "unknown", "refused")  # stock is kept, and somebody should know
 
 
 class Process:
@@ -68,10 +68,9 @@ class Process:
             if self.settings.off:
                 logger.debug("vllm-rocm-fixes %s is switched off by ROCM_FIXES", __version__)
                 return
-            self.site = self.site._replace(root=self._root(), version=self._version())
-            for patch in self.series:
-                if patch.name in self.settings.skip:
-                    self.results[patch.name] = Result(patch, "skipped", "named in ROCM_FIXES_SKIP")
+            self.site = self._found()
+            skipped = (patch for patch in self.series if patch.name in self.settings.skip)
+            self.results |= {patch.name: Result(patch, "skipped", "named in ROCM_FIXES_SKIP") for patch in skipped}
             for guard in self.working():
                 try:
                     guard.install()
@@ -94,7 +93,7 @@ class Process:
                 return
             begun = time.perf_counter()
             if self.site.root is None:  # the pytest door opens before vLLM is imported
-                self.site = self.site._replace(root=self._root(), version=self._version())
+                self.site = self._found()
             self._mend_loaded()
             if self._registered:
                 return
@@ -128,7 +127,7 @@ class Process:
         if before in sys.meta_path:
             sys.meta_path[sys.meta_path.index(before)] = self._finder
         else:
-            install(self._finder)
+            sys.meta_path.insert(0, self._finder)
 
     def _read_again(self) -> None:
         """Follow switches that came after the platform door.
@@ -194,15 +193,9 @@ class Process:
 
     def line(self) -> str:
         """One line: the overlay's and vLLM's versions, what was done, and how many patches had nothing to do."""
-        groups: dict[str, list[str]] = {
-            "needed and applied": self._names("applied"),
-            "needed and applied when imported": self._names("waiting"),
-            "failed, stock kept": self._names("failed"),
-            "unknown, stock kept": self._names("unknown"),
-            "refused, stock kept": self._names("refused"),
-            "skipped": self._names("skipped"),
-        }
-        parts = [f"{', '.join(names)} {what}" for what, names in groups.items() if names]
+        told: dict[State, str] = {"applied": "needed and applied", "waiting": "needed and applied when imported"}
+        told |= {state: f"{state}, stock kept" for state in _KEPT} | {"skipped": "skipped"}
+        parts = [f"{', '.join(names)} {what}" for state, what in told.items() if (names := self._names(state))]
         said = "; ".join([*parts, *(f"{len(n)} {s}" for s in ("clear", "absent") if (n := self._names(s)))])
         guards = ", ".join(g.name for g in self.working())
         release = self.site.version or "of unknown version"
@@ -211,17 +204,19 @@ class Process:
     def _names(self, state: State) -> list[str]:
         return [p.name for p in self.series if p.name in self.results and self.results[p.name].state == state]
 
-    @staticmethod
-    def _root() -> Path | None:
-        """The folder that holds the vllm being imported; a plugin is only called where there is one."""
-        folders = list(getattr(sys.modules.get("vllm"), "__path__", ()))
-        return Path(folders[0]).parent if folders else None
+    def _found(self) -> Site:
+        """The site, with the folder that holds the vllm being imported and what it says of its version.
 
-    def _version(self) -> str | None:
-        """What vllm/_version.py says, which vLLM has read by then; "dev" stands for a file that isn't there."""
-        said = vars(sys.modules.get("vllm", object)).get("__version__")
-        root = self._root()
-        return said if isinstance(said, str) and said != "dev" else version(root) if root else None
+        A plugin is called where there is one. vLLM has read vllm/_version.py by then; "dev" stands for no such file.
+        """
+        vllm = vars(sys.modules.get("vllm", object))
+        folders, said = list(vllm.get("__path__", ())), vllm.get("__version__")
+        root = Path(folders[0]).parent if folders else None
+        if not isinstance(said, str) or said == "dev":
+            from .installed import version
+
+            said = version(root) if root else None
+        return self.site._replace(root=root, version=said)
 
     # The import way
 
@@ -313,7 +308,7 @@ class Process:
             return
         self.results[result.patch.name] = result
         said = f"{result.patch.name}: {result.state}, {result.reason} ({result.patch.module})"
-        if result.state in ("unknown", "failed", "refused"):
+        if result.state in _KEPT:
             self._warn(f"{said}; stock is kept")
             if self.settings.strict and result.state != "refused":
                 raise SystemExit(f"vllm-rocm-fixes (ROCM_FIXES_STRICT): {said}")

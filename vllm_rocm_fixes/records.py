@@ -27,26 +27,19 @@ if TYPE_CHECKING:
 FORMAT = 1
 _LIMIT = 1 << 20  # bytes of one record; a real one has some 3,000
 _SWEEP = 32  # files that a writer looks at for dead processes
-_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Record:
-    """One process's record, checked: data is what it wrote."""
+    """One process's record, checked: data is what it wrote.
+
+    patches: name of each -> {"state", "reason"}; guards: name of each -> what it did, in words.
+    """
 
     def __init__(self, pid: int, start: int, data: dict[str, Any]) -> None:
         self.pid, self.start, self.data = pid, start, data
-
-    @property
-    def patches(self) -> dict[str, dict[str, str]]:
-        """Name of each patch -> {"state", "reason"}."""
-        found = self.data.get("patches")
-        return found if isinstance(found, dict) else {}
-
-    @property
-    def guards(self) -> dict[str, str]:
-        """Name of each guard -> what it did, in words."""
-        found = self.data.get("guards")
-        return found if isinstance(found, dict) else {}
+        found = (data.get(what) for what in ("patches", "guards"))
+        self.patches, self.guards = (part if isinstance(part, dict) else {} for part in found)
 
 
 def folders() -> list[Path]:
@@ -121,7 +114,7 @@ def alive(pid: int, start: int) -> bool:
 def _describe(process: Process, pid: int, parent: int, start: int) -> dict[str, Any]:
     import time
 
-    from ._version import __version__
+    from . import __version__
 
     return {
         "format": FORMAT,
@@ -181,7 +174,7 @@ def _opened(folder: Path, create: bool = False) -> Iterator[int]:
 
 def _put(handle: int, name: str, text: bytes) -> None:
     partial = f".{name}.{threading.get_ident()}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         file = os.open(partial, flags, 0o600, dir_fd=handle)
         try:
@@ -198,7 +191,7 @@ def _put(handle: int, name: str, text: bytes) -> None:
 
 def _get(handle: int, name: str) -> dict[str, Any] | None:
     try:
-        file = os.open(name, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | os.O_NONBLOCK, dir_fd=handle)
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=handle)
         try:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size > _LIMIT:

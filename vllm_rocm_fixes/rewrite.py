@@ -319,12 +319,8 @@ def _same_header(one: ast.AST, other: ast.AST) -> bool:
 
 def _parts(node: ast.AST) -> list[tuple[str, list[ast.stmt]]]:
     """A compound statement's parts that aren't empty: blocks, and lists of handlers or cases."""
-    return [
-        (name, getattr(node, name))
-        for name in _BLOCKS
-        if isinstance(getattr(node, name, None), list)
-        if getattr(node, name)
-    ]
+    found = ((name, getattr(node, name, None)) for name in _BLOCKS)
+    return [(name, part) for name, part in found if isinstance(part, list) and part]
 
 
 def _indented(text: str, indent: str) -> list[str]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ._version import __version__
+from . import __version__
 from .patch import Mended, Outcome, Patch, Site, Verdict
 
 _DIGEST = 32  # bytes of a SHA-256
@@ -80,9 +80,7 @@ def load(wanted: bytes, patches: Sequence[Patch]) -> Mended | None:
 
 
 def save(wanted: bytes, mended: Mended) -> bool:
-    """Keep mended code; False where that failed. Only what lasts is kept."""
-    if not all(o.lasts for o in mended.outcomes):
-        return False
+    """Keep mended code; False where that failed."""
     outcomes = [(o.patch.name, o.verdict.kind, o.verdict.reason) for o in mended.outcomes]
     return keep(wanted, (outcomes, mended.code, sorted(mended.decorated), dict(mended.added)))
 

@@ -1,13 +1,12 @@
 """What every patch finds in a vLLM on disk, and the mended tree of every module: read, and nothing changed or run."""
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import store
-from .installed import belongs, missing, path_of, version
-from .patch import Mended, Outcome, Passing, Patch, Site, Verdict
+from .installed import missing, path_of, version
+from .patch import Mended, Outcome, Passing, Patch, Site, by_module
 
 Way = Callable[[bytes, str, Sequence[Patch], Site], Mended]
 
@@ -62,54 +61,3 @@ def survey(
     found = modules(root, series, release, skipped, how=store.mended)
     outcomes = [o for surveyed in found for o in surveyed.mended.outcomes]
     return sorted(outcomes, key=lambda outcome: order[outcome.patch.name])
-
-
-def remembered(series: Sequence[Patch], site: Site) -> list[Outcome]:
-    """As survey, but a file that is as it was at the last start, by size and time, isn't read again.
-
-    That decides what is said. What is done is decided by the source, when the module is imported.
-    """
-    root = site.root or Path()
-    try:  # a refusal may look at more than size and time
-        key = None if site.skipped else store.digest("survey", str(root), site.version)
-    except OSError:  # the overlay lies in an archive
-        key = None
-    if key is None:
-        return survey(root, series, site.version, site.skipped)
-    known: dict[str, Any] = store.recall(key) or {}
-    files = {module: _stamp(root, module) for module in by_module(series)}
-    unchanged = {module for module, file in files.items() if file and module in known and known[module][0] == file}
-    named = {patch.name: patch for patch in series}
-    outcomes = [Outcome(named[n], Verdict(*verdict)) for m in unchanged for n, *verdict in known[m][1]]
-    fresh = {}
-    changed = [patch for patch in series if patch.module not in unchanged]
-    for found in modules(root, changed, site.version, read=Path.read_bytes, how=store.mended):
-        outcomes += found.mended.outcomes
-        if files[found.module] and all(o.lasts for o in found.mended.outcomes):
-            fresh[found.module] = files[found.module], [(o.patch.name, *o.verdict) for o in found.mended.outcomes]
-    if fresh:
-        store.keep(key, known | fresh)
-    return outcomes
-
-
-def by_module(patches: Iterable[Patch]) -> dict[str, list[Patch]]:
-    """The patches of each module, in the order given."""
-    modules: dict[str, list[Patch]] = {}
-    for patch in patches:
-        modules.setdefault(patch.module, []).append(patch)
-    return modules
-
-
-def _stamp(root: Path, module: str) -> tuple[str, int, int] | None:
-    """What tells whether a module's source file is still the same, as Python's own .pyc does; None where it has none.
-
-    In whole seconds: the layers of an image keep no more.
-    """
-    stem = os.path.join(root, *module.split("."))
-    package = os.path.join(stem, "__init__.py")
-    path = package if os.access(package, os.F_OK) else f"{stem}.py"
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return (path, status.st_size, int(status.st_mtime)) if belongs(module, root) else None

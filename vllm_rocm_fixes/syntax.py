@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -106,6 +106,18 @@ def imports(node: ast.AST, package: str) -> list[ast.Import | ast.ImportFrom]:
     return [*plain, *find(node, ast.ImportFrom, lambda n: n.level == 0 and _within(n.module, package))]
 
 
+def running(block: Block) -> list[ast.stmt]:
+    """The statements of a block, also those under `if` and `try`, without what is for type checkers alone."""
+    never = {id(s) for _, outer in statements(block) if for_type_checkers(outer) for _, s in statements(outer.body)}
+    return [s for _, s in statements(block) if id(s) not in never]
+
+
+def early_imports(block: Block, *packages: str) -> list[ast.Import | ast.ImportFrom]:
+    """The statements of a block of module scope that import one of the packages."""
+    plain = [s for s in running(block) if isinstance(s, ast.Import | ast.ImportFrom)]
+    return [s for s in plain if any(imports(s, package) for package in packages)]
+
+
 def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
     """What imports one of the packages while the module runs, without being a statement of module scope.
 
@@ -118,7 +130,7 @@ def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
     for node in running:
         if isinstance(node, Function | ast.Lambda):
             continue
-        if isinstance(node, ast.If) and for_type_checkers(node):
+        if for_type_checkers(node):
             running += node.orelse
             continue
         running += ast.iter_child_nodes(node)
@@ -140,7 +152,7 @@ def _within(name: str | None, package: str) -> bool:
     return name is not None and (name == package or name.startswith(package + "."))
 
 
-def for_type_checkers(statement: ast.stmt) -> bool:
+def for_type_checkers(statement: ast.AST) -> TypeGuard[ast.If]:
     """Whether a statement is `if TYPE_CHECKING:`, spelt with or without its module: what is in its body never runs."""
     test = statement.test if isinstance(statement, ast.If) else None
     return getattr(test, "attr", getattr(test, "id", None)) == "TYPE_CHECKING"

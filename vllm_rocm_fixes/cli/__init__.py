@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .._version import __version__
+from .. import __version__
 
 if TYPE_CHECKING:
     from ..installation import Installation
