@@ -11,8 +11,10 @@ REPEAT = 15
 # As vLLM does it: the platform door when current_platform is first asked for, the general one in EngineArgs.
 DOORS = """
 import json, sys, time
-import torch, vllm.platforms, vllm.utils.import_utils
 clock, cpu = time.perf_counter, time.process_time
+begun = clock()
+import torch, vllm.platforms, vllm.utils.import_utils
+theirs = clock() - begun
 def timed(action):
     modules, wall, used = set(sys.modules), clock(), cpu()
     action()
@@ -24,21 +26,23 @@ def load():
 parts = [timed(load)]
 import vllm_rocm_fixes
 parts.append(timed(vllm_rocm_fixes.prepare))
+begun = clock()
 import vllm.engine.arg_utils
+theirs += clock() - begun
 parts.append(timed(vllm_rocm_fixes.register))
 def again():
     for _ in range(1000):
         vllm_rocm_fixes.prepare()
         vllm_rocm_fixes.register()
 again()
-print(json.dumps([parts, timed(again)[0]]))
+print(json.dumps([parts, timed(again)[0], 1000 * theirs]))
 """
 # By a timer around each part.
 WHERE = (
-    "more than half is the import of the overlay's dozen files: finding, reading and running each, and 0.1 ms for each "
-    "NamedTuple; the rest is the new code in vllm.utils.import_utils, which vLLM has loaded by then, the look whether "
-    "the files of the series are as they were at the last start, and the record. Less would take fewer files, or no "
-    "verdicts in the log"
+    "more than half is the import of the overlay's ten files: finding, reading and running each, a fifth of it for "
+    "the NamedTuples of patch.py alone; the rest is the new code in vllm.utils.import_utils, which vLLM has loaded by "
+    "then, the look whether the files of the series are as they were at the last start, and the record. Less would "
+    "take fewer files, or no verdicts in the log"
 )
 # What an import costs more is the way to the code; the code itself runs the same.
 CODE = """
@@ -90,6 +94,8 @@ def run(repeat: int = REPEAT) -> list[Table]:
         columns = [[run[number][column] for run in parts] for column in (0, 1)]
         doors.rows.append((name, *(spread(column, 2, "ms") for column in columns)))
     doors.rows.append(("together", spread(walls, 2, "ms"), spread(used, 2, "ms")))
+    shares = [100 * wall / run[2] for wall, run in zip(walls, found, strict=True)]
+    doors.rows.append(("together, beside vLLM's own imports in the same process", spread(shares, 2, "%"), ""))
     first = sum(part[0] for part in cold[0])
     doors.rows.append(("together, first start on a node: nothing is kept yet", f"{first:.0f} ms", ""))
     doors.rows.append(("both doors again", spread(again, 2, "µs"), ""))
