@@ -26,7 +26,7 @@ from typing import Any
 
 from vllm_rocm_fixes.late import defer, need
 from vllm_rocm_fixes.patch import Patch, Site, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import Definition, blocks, definitions, find, imports, names
+from vllm_rocm_fixes.syntax import Definition, definitions, find, imports, names, running_blocks
 
 from .import_utils import reason
 
@@ -90,7 +90,7 @@ def _early(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
                 if optional or own or any(imports(statement, b[2]) for b in _BACKENDS):
                     found.append(statement)
             asks = isinstance(statement, ast.If) and any(n.startswith("has_") for n in names(statement.test))
-            for inner in blocks(statement):
+            for inner in running_blocks(statement):
                 look(inner, optional or asks)
 
     look(tree.body, False)
@@ -130,7 +130,7 @@ def _imports_on_rocm(block: list[ast.stmt]) -> bool:
             return True
         if isinstance(statement, Definition):
             continue
-        for inner in blocks(statement):
+        for inner in running_blocks(statement):
             elsewhere = isinstance(statement, ast.If) and inner is statement.body and _not_rocm(statement.test)
             if not elsewhere and _imports_on_rocm(inner):
                 return True

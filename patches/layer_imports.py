@@ -32,7 +32,6 @@ from vllm_rocm_fixes.syntax import (
     Block,
     Definition,
     Function,
-    blocks,
     class_,
     definitions,
     everything,
@@ -45,6 +44,8 @@ from vllm_rocm_fixes.syntax import (
     names,
     parse_statements,
     replace,
+    running,
+    running_blocks,
     statements,
 )
 
@@ -78,7 +79,7 @@ def examine(at: Place, tree: ast.Module) -> Verdict:
     """Whether the package is imported at module scope, and in a shape that is known."""
     if class_(tree, at.owner) is None:
         return unknown(f"looked for the class {at.owner}, and it isn't there once")
-    if not any(_is_early(at, statement) for _, statement in statements(tree.body)):
+    if not any(_is_early(at, statement) for statement in running(tree.body)):
         if hidden_imports(tree, at.package):
             return unknown(f"{at.package} is imported while the module runs, in a way that isn't known")
         return clear(f"{at.package} isn't imported at module scope")
@@ -155,7 +156,7 @@ def _taken(at: Place, block: Block, test: ast.expr | None = None, handled: ast.T
         if _moves(at, statement):
             yield Taken(block, statement, test, handled)
         elif not isinstance(statement, Definition):
-            for inner in blocks(statement):
+            for inner in running_blocks(statement):
                 if isinstance(statement, ast.If) and inner is statement.body and test is None:
                     yield from _taken(at, inner, statement.test, handled)
                 elif isinstance(statement, ast.Try) and inner is not statement.body and handled is None:

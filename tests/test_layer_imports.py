@@ -131,6 +131,7 @@ def test_shapes():
     assert verdict("eplb_nixl", CLASS).kind == "clear"
     assert verdict("eplb_nixl", "import vllm.distributed.nixl_utils as nixl_utils\n" + CLASS).kind == "clear"
     assert verdict("eplb_nixl", EARLY + CLASS).kind == "needed"
+    assert verdict("eplb_nixl", f"if TYPE_CHECKING:\n    {EARLY}" + CLASS).kind == "clear", "that never runs"
     flag = "GDN_AITER_TRITON_AVAILABLE = ops.are_available()\nclass QwenGatedDeltaNetAttention:\n"
     flag += (
         "    def __init__(self):\n        pass\n    def forward_hip(self):\n        return GDN_AITER_TRITON_AVAILABLE\n"

@@ -100,11 +100,6 @@ class Loader:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.stock.__reduce_ex__(protocol)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """The module object that the stock loader makes; None for the usual one."""
-        made: ModuleType | None = self.stock.create_module(spec)
-        return made
-
     def get_code(self, name: str) -> CodeType | None:
         """The mended code, or the stock loader's where stock is kept."""
         code: CodeType | None = self._code(name) or self.stock.get_code(name)

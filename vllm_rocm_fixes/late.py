@@ -204,18 +204,12 @@ def _bound(block: Block) -> list[str]:
     return list(found)
 
 
-def _own(statement: ast.stmt) -> Iterator[ast.AST]:
+def _own(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a statement without the statements inside it: of an `if` its test, of a function its header."""
-    for child in ast.iter_child_nodes(statement):
-        if not isinstance(child, ast.stmt):
-            yield from _without_statements(child)
-
-
-def _without_statements(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.stmt):
-            yield from _without_statements(child)
+            yield child
+            yield from _own(child)
 
 
 def _reads(statement: ast.stmt, names: set[str]) -> set[str]:

@@ -106,15 +106,23 @@ def imports(node: ast.AST, package: str) -> list[ast.Import | ast.ImportFrom]:
     return [*plain, *find(node, ast.ImportFrom, lambda n: n.level == 0 and _within(n.module, package))]
 
 
-def running(block: Block) -> list[ast.stmt]:
+def running_blocks(statement: ast.stmt) -> Iterator[Block]:
+    """As blocks, without what is for type checkers alone."""
+    yield from (b for b in blocks(statement) if not (for_type_checkers(statement) and b is statement.body))
+
+
+def running(block: Block) -> Iterator[ast.stmt]:
     """The statements of a block, also those under `if` and `try`, without what is for type checkers alone."""
-    never = {id(s) for _, outer in statements(block) if for_type_checkers(outer) for _, s in statements(outer.body)}
-    return [s for _, s in statements(block) if id(s) not in never]
+    for statement in block:
+        yield statement
+        if not isinstance(statement, Definition):
+            for inner in running_blocks(statement):
+                yield from running(inner)
 
 
 def early_imports(block: Block, *packages: str) -> list[ast.Import | ast.ImportFrom]:
     """The statements of a block of module scope that import one of the packages."""
-    plain = [s for s in running(block) if isinstance(s, ast.Import | ast.ImportFrom)]
+    plain = (s for s in running(block) if isinstance(s, ast.Import | ast.ImportFrom))
     return [s for s in plain if any(imports(s, package) for package in packages)]
 
 
