@@ -21,11 +21,11 @@ def run(repeat: int = REPEAT) -> list[Table]:
     """The tables of this benchmark."""
     import serve as server
 
-    def started(switch: str) -> Callable[[], tuple[float, float]]:
+    def started(plugins: str) -> Callable[[], tuple[float, float]]:
         def once() -> tuple[float, float]:
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
                 begun = time.perf_counter()
-                with server.serving(Path(folder, "log"), {"ROCM_FIXES": switch}) as running:
+                with server.serving(Path(folder, "log"), {"VLLM_PLUGINS": plugins}) as running:
                     ready = time.perf_counter() - begun
                     running.ask(max_tokens=4)
                     begun = time.perf_counter()
@@ -37,7 +37,7 @@ def run(repeat: int = REPEAT) -> list[Table]:
 
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ.update({k: v for k, v in environment().items() if k == "OMP_NUM_THREADS"})
-    sides = {"without": started("off"), "with": started("on")}
+    sides = {"without": started(""), "with": started("rocm_fixes")}
     for side in sides.values():
         side()  # caches, .pyc files and kept code are there in both
     found = interleaved(sides, repeat)
