@@ -14,6 +14,7 @@ Delete this file when upstream imports it late.
 from __future__ import annotations
 
 import ast
+import copy
 from typing import Any
 
 from vllm_rocm_fixes.late import asking, binding, count_as_absent, movable
@@ -73,9 +74,13 @@ def mend(tree: ast.Module) -> None:
     flags = _flags(tree)
     late = [_NAME, _FLAG] if flags else [_NAME]
     binder, new = binding(late, attempt)
-    binder.body += [*flags, *parse_statements("if not current_platform.is_rocm():\n    return", attempt), attempt]
-    for flag in flags:
+    gate = parse_statements("if not current_platform.is_rocm():\n    return", attempt)[0]
+    assert isinstance(gate, ast.If)
+    for flag in flags:  # last: who finds it bound may ask for no more
         replace(tree.body, flag, [])
+        gate.body.insert(0, flag)
+        handler.body.append(copy.deepcopy(flag))
+    binder.body += [gate, attempt]
     insert_before(tree.body, outer, new)
     for answer in _answers(tree):
         replace(holding(tree, answer)[0], answer, [*asking([_FLAG], answer), answer])

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from vllm_rocm_fixes.late import BINDER, asking, binding, count_as_absent, movable
+from vllm_rocm_fixes.late import BINDER, asking, binding, count_as_absent, movable, reads
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Block,
@@ -41,7 +41,6 @@ from vllm_rocm_fixes.syntax import (
     holding,
     imports,
     insert_before,
-    names,
     parse_statements,
     replace,
     running,
@@ -192,7 +191,10 @@ def _asking(at: Place, tree: ast.Module) -> tuple[list[tuple[ast.stmt, tuple[str
         if owner is None or function.name == "__init__":
             statement = holding(tree, node)[1]
             if not any(s is statement for s, _ in asking):
-                asking.append((statement, tuple(sorted(bound & names(statement)))))
+                certain, perhaps = reads(statement, bound)
+                if perhaps:
+                    raise ValueError(f"line {node.lineno} reads {node.id} now and then")
+                asking.append((statement, tuple(sorted(certain))))
             continue
         made = [s for s in owner.body if isinstance(s, Function) and s.name == "__init__"]
         if len(made) != 1 or {"staticmethod", "classmethod"} & {ast.unparse(d) for d in function.decorator_list}:

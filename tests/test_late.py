@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import sys
+import threading
 
 import pytest
 
@@ -22,9 +23,10 @@ def load(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "heavy_count", 0, raising=False)
 
-    def _load(source, package="heavy"):
+    def _load(source, package="heavy", chosen=None):
         tree = ast.parse(source)
-        names = defer(tree, lambda s: isinstance(s, ast.Import | ast.ImportFrom) and bool(imports(s, package)))
+        plain = lambda s: isinstance(s, ast.Import | ast.ImportFrom) and s in imports(tree, package)
+        names = defer(tree, chosen or plain)
         (tmp_path / "late_module.py").write_text(ast.unparse(ast.fix_missing_locations(tree)))
         spec = importlib.util.spec_from_file_location("late_module", tmp_path / "late_module.py")
         module = importlib.util.module_from_spec(spec)
@@ -99,6 +101,88 @@ def test_a_condition_that_does_not_hold_leaves_the_name_unbound(load):
     module.A = "put there by a plugin"
     assert module.use("a") == "put there by a plugin"
     assert sys.heavy_count == 0
+
+
+NOW_AND_THEN = {
+    "a local annotation": "p: A | None = None\n    return p",
+    "a branch of an expression": "return A if x else None",
+    "behind `and`": "return x and isinstance(x, A)",
+    "behind `or`": "return (x is None or A) and None",
+    "a chained comparison": "return 1 < 0 < A",
+    "a lambda": "return (lambda: A) and None",
+    "a comprehension": "return [A for _ in ()] or {A: 1 for _ in ()} or None",
+    "its condition": "return [1 for _ in () if A] or None",
+    "a pattern": "match x:\n        case None:\n            return None\n        case A():\n            return 1",
+    "an assertion's text": "assert x is None, A",
+    "an inner function's header": "def inner(x: A) -> A: ...\n    return None",
+}
+
+
+@pytest.mark.parametrize("case", NOW_AND_THEN)
+def test_what_stock_does_not_evaluate_asks_for_nothing_that_fails(load, case):
+    source = "from __future__ import annotations\nfrom broken import A\ndef use(x=None):\n    "
+    assert not load(source + NOW_AND_THEN[case], "broken").use()
+
+
+@pytest.mark.parametrize(
+    "read", ["A if x else None", "x and A", "(lambda: A)()", "[A for _ in '1'][0]", "1 < 2 < A + 2 and A"]
+)
+def test_what_is_read_only_now_and_then_is_there_when_it_is_read(load, read):
+    module = load(f"from heavy import A\ndef use(x):\n    return {read}\n")
+    assert sys.heavy_count == 0 and module.use(1) == 1 and sys.heavy_count == 1
+
+
+def test_an_import_for_type_checkers_stays_where_it_is(load):
+    source = "TYPE_CHECKING = False\nif TYPE_CHECKING:\n    from heavy import A\nelse:\n    from heavy import B\n"
+    module = load(source + "def use():\n    plan: A = B\n    return plan\n")
+    assert sys.heavy_count == 0 and module.use() == 2
+
+
+SLOW = """
+import threading
+begun, go, broken, waited = threading.Event(), threading.Event(), [], []
+def wait():
+    waited.append(1)
+    begun.set()
+    assert go.wait(60)
+    if broken:
+        raise broken.pop()
+    return True
+if True:
+    FLAG = bool("there")
+    if wait():
+        from heavy import A
+def use():
+    return FLAG and A
+"""
+
+
+def slow(load):
+    return load(SLOW, chosen=lambda s: isinstance(s, ast.If))
+
+
+def test_a_thread_that_asks_while_another_binds_waits_for_it(load):
+    module, found = slow(load), []
+    threads = [threading.Thread(target=lambda: found.append(module.use())) for _ in range(2)]
+    threads[0].start()
+    assert module.begun.wait(60)
+    threads[1].start()
+    threads[1].join(0.3)
+    assert threads[1].is_alive()
+    module.go.set()
+    for thread in threads:
+        thread.join(60)
+    assert found == [1, 1] and module.waited == [1]
+
+
+def test_what_is_interrupted_leaves_nothing_bound(load):
+    module = slow(load)
+    module.go.set()
+    module.broken.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        module.use()
+    assert not {"FLAG", "A"} & set(vars(module))
+    assert module.use() == 1
 
 
 def test_what_a_plugin_put_there_stays_when_its_neighbour_is_bound(load):

@@ -271,6 +271,52 @@ def test_switches_that_come_between_the_doors(shelf):
     assert (early, late) == ("mended", "mended") and len(warned) == 1 and "a guard of json.tool failed" in warned[0]
 
 
+def test_a_door_that_was_interrupted_is_gone_through_again(shelf):
+    states, late = child(
+        shelf,
+        """
+        interrupts = [KeyboardInterrupt()]
+        def install():
+            if interrupts:
+                raise interrupts.pop()
+        p = process.Process([patch("late")], (Guard("watch", ("wave",), None, "", (), lambda: "", install),))
+        try:
+            p.prepare()
+        except KeyboardInterrupt:
+            pass
+        p.register()
+        import vllm.late
+        print(json.dumps([state(p)["late"][0], vllm.late.f()]))
+        """,
+    )
+    assert (states, late) == ("applied", "mended")
+
+
+def test_a_switch_that_comes_between_the_doors_is_asked_by_a_refusal_too(shelf, tmp_path):
+    """And what such a process finds is no answer for one without the switch."""
+    states, after = child(
+        shelf,
+        f"""
+        os.environ["ROCM_FIXES_CACHE"] = {str(tmp_path)!r}
+        refuse = lambda site: "not without safe" if "safe" in site.skipped else None
+        guard = Guard("safe", ("wave",), lambda package: None, "", (), lambda: "")
+        series = [patch("late", refuse=refuse), patch("fixed"), patch("fixed")._replace(name="twin")]
+        os.environ["ROCM_FIXES"] = "off"
+        first = process.Process(series, (guard,))
+        first.prepare()
+        del os.environ["ROCM_FIXES"]
+        os.environ["ROCM_FIXES_SKIP"] = "safe,twin"
+        first.register()
+        del os.environ["ROCM_FIXES_SKIP"]
+        second = process.Process(series, (guard,))
+        second.register()
+        print(json.dumps([{{n: r.state for n, r in p.results.items()}} for p in (first, second)]))
+        """,
+    )
+    assert states == {"late": "refused", "fixed": "clear", "twin": "skipped"}
+    assert after == {"late": "waiting", "fixed": "clear", "twin": "clear"}
+
+
 @pytest.mark.parametrize("after", [{"ROCM_FIXES_SKIP": "safe,other"}, {"ROCM_FIXES": "off"}])
 @pytest.mark.parametrize("refuse", ["'not without safe'", "1 / 0"])
 def test_a_guard_that_an_applied_patch_needs_stays(shelf, after, refuse):

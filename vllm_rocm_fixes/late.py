@@ -14,8 +14,11 @@ Once bound, a name is an ordinary global as in stock: what a test or a plugin ha
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .syntax import (
@@ -24,6 +27,7 @@ from .syntax import (
     Function,
     blocks,
     first_statement,
+    for_type_checkers,
     parse_expression,
     parse_statements,
     place,
@@ -31,6 +35,7 @@ from .syntax import (
     statements,
 )
 
+_PATIENCE = 10  # seconds for another thread's import; after that the import system's own locks decide, as in stock
 BINDER = "_rocm_fixes_late"  # the function that runs the moved statements
 _GETATTR = "def __getattr__(name):\n    from vllm_rocm_fixes.late import resolve\n    return resolve(globals(), name)"
 
@@ -116,6 +121,13 @@ def need(namespace: dict[str, Any], *names: str) -> None:
             raise NameError(f"name {name!r} is not defined: the conditions for its import do not hold", name=name)
 
 
+def offer(namespace: dict[str, Any], *names: str) -> None:
+    """Bind deferred names that may be read; where that fails, the name has no value, as in stock."""
+    for name in names:
+        with contextlib.suppress(Exception, SystemExit):
+            need(namespace, name)
+
+
 def resolve(namespace: dict[str, Any], name: str) -> object:
     """What a module's `__getattr__` answers for a name. Raises AttributeError, with the reason where there is one."""
     module = namespace.get("__name__")
@@ -131,13 +143,38 @@ def resolve(namespace: dict[str, Any], name: str) -> object:
 
 
 def _bind(namespace: dict[str, Any], name: str) -> None:
-    """Run the statement that binds a name. Others that it binds stay where a test or a plugin has put its own."""
-    binder = namespace[BINDER]
-    theirs = {other: namespace[other] for other in binder.__code__.co_names if other in namespace}
+    """Run the statements that bind a name as an import would be: others wait, and it is done or nothing is.
+
+    What a test or a plugin has put in the place of a name that is bound with it stays there.
+    """
+    lock = _lock
+    held = lock.acquire(timeout=_PATIENCE)
     try:
-        binder(name)
+        if name in namespace:
+            return
+        binder = namespace[BINDER]
+        before = {other: namespace[other] for other in binder.__code__.co_names if other in namespace}
+        try:
+            binder(name)
+        except BaseException:
+            for other in set(binder.__code__.co_names) - set(before):
+                namespace.pop(other, None)
+            raise
+        finally:
+            namespace.update(before)
     finally:
-        namespace.update(theirs)
+        if held:
+            lock.release()
+
+
+def _renew_lock() -> None:
+    """A forked child has none of the threads that may hold the lock."""
+    global _lock  # noqa: PLW0603
+    _lock = threading.RLock()
+
+
+_lock = threading.RLock()
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _take(
@@ -150,7 +187,8 @@ def _take(
     if not isinstance(statement, ast.If):
         return []
     groups: list[Block] = []
-    for branch, holds in ((statement.body, True), (statement.orelse, False)):
+    ways = ((statement.body, True), (statement.orelse, False))
+    for branch, holds in ways[for_type_checkers(statement) :]:
 
         def under(taken: Block, holds: bool = holds) -> Block:
             test = copy.deepcopy(statement.test)
@@ -212,9 +250,54 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
             yield from _own(child)
 
 
-def _reads(statement: ast.stmt, names: set[str]) -> set[str]:
-    own = (n for n in _own(statement) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store))
-    return {node.id for node in own} & names
+def reads(statement: ast.stmt, names: set[str]) -> tuple[set[str], set[str]]:
+    """The names that a statement of a function reads whenever it is executed, and those it reads only now and then.
+
+    Now and then: in a branch of an expression, say. The statements inside it are left out.
+    """
+    certain: set[str] = set()
+    perhaps: set[str] = set()
+    waiting = _evaluated(statement) if isinstance(statement, ast.AnnAssign) else [statement]
+    for node in waiting:
+        parts = _perhaps(node)
+        perhaps |= {name for part in parts for name in _names_in([part, *_own(part)], names)}
+        certain |= _names_in([node], names)
+        waiting += [c for c in ast.iter_child_nodes(node) if not isinstance(c, ast.stmt) and c not in parts]
+    return certain, perhaps - certain
+
+
+def _names_in(nodes: Iterable[ast.AST], names: set[str]) -> set[str]:
+    return {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store)} & names
+
+
+def _evaluated(statement: ast.AnnAssign) -> list[ast.AST]:
+    """The parts of an annotated assignment in a function: its annotation is never evaluated."""
+    return [part for part in (statement.target, statement.value) if part]
+
+
+def _perhaps(node: ast.AST) -> Sequence[ast.AST]:
+    """The parts of a node that aren't evaluated whenever it is."""
+    if isinstance(node, ast.IfExp):
+        return [node.body, node.orelse]
+    if isinstance(node, ast.BoolOp):
+        return node.values[1:]
+    if isinstance(node, ast.Compare):
+        return node.comparators[1:]
+    if isinstance(node, ast.Lambda):
+        return [node.body]
+    if isinstance(node, ast.Assert):
+        return [node.msg] if node.msg else []
+    if isinstance(node, ast.comprehension):
+        return node.ifs
+    if isinstance(node, ast.match_case):
+        return [node.pattern, *([node.guard] if node.guard else [])]
+    if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp):
+        return [node.elt, *node.generators[1:]]
+    if isinstance(node, ast.DictComp):
+        return [node.key, node.value, *node.generators[1:]]
+    if isinstance(node, ast.arg):
+        return [node.annotation] if node.annotation else []
+    return [node.returns] if isinstance(node, Function) and node.returns else []
 
 
 def _refuse_early_use(tree: ast.Module, names: set[str]) -> None:
@@ -222,7 +305,7 @@ def _refuse_early_use(tree: ast.Module, names: set[str]) -> None:
 
     def look(block: Block) -> None:
         for statement in block:
-            for name in sorted(_reads(statement, names)):
+            for name in sorted(_names_in(_own(statement), names)):
                 raise ValueError(f"line {statement.lineno}: {name} is read at module scope")
             if not isinstance(statement, Function):
                 for inner in blocks(statement):
@@ -249,16 +332,16 @@ def _supply(block: Block, names: set[str], done: set[str], helper: tuple[str, st
     """
     supplied: Block = []
     for index, statement in enumerate(block):
-        missing = _reads(statement, names)
+        missing, perhaps = reads(statement, names)
         if branch and index == 0:
             for later in block[: _first_exit(block) + 1]:
-                missing |= _reads(later, names)
-        if missing - done:
-            module, function = helper
-            asked = ", ".join(map(repr, sorted(missing - done)))
-            code = f"from {module} import {function}\n{function}(globals(), {asked})"
-            supplied += parse_statements(code, statement)
-            done |= missing
+                missing |= reads(later, names)[0]
+        for (module, function), wanted in ((helper, missing), ((__name__, offer.__name__), perhaps - missing)):
+            if wanted - done:
+                asked = ", ".join(map(repr, sorted(wanted - done)))
+                code = f"from {module} import {function}\n{function}(globals(), {asked})"
+                supplied += parse_statements(code, statement)
+        done |= missing
         inside = names - _locals(statement) if isinstance(statement, Function) else names
         for inner in blocks(statement):
             inner[:] = _supply(list(inner), inside, set(done), helper, isinstance(statement, ast.If))

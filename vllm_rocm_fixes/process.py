@@ -62,10 +62,10 @@ class Process:
             if self._prepared:
                 return
             begun = time.perf_counter()
-            self._prepared = True
             for complaint in self.settings.complaints:
                 self._warn(complaint)
             if self.settings.off:
+                self._prepared = True
                 logger.debug("vllm-rocm-fixes %s is switched off by ROCM_FIXES", __version__)
                 return
             self.site = self._found()
@@ -77,6 +77,7 @@ class Process:
                 except Exception as error:
                     self._guard_failed(guard.name, error)
             self._look_out()
+            self._prepared = True  # now: where it is interrupted before, the next call begins again
             self._mend_loaded()
             self.milliseconds += 1000 * (time.perf_counter() - begun)
 
@@ -141,6 +142,7 @@ class Process:
             return
         if before.off or not self._prepared:
             self._prepared = False
+            self.site = self.site._replace(skipped=self.settings.skip)
             self._wanted = by_module(p for p in self.series if p.name not in self.settings.skip)
             self._pending = set(self._wanted)
             return

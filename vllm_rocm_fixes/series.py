@@ -67,7 +67,12 @@ def remembered(patches: Sequence[Patch], site: Site) -> list[Outcome]:
             key = store.digest("survey", str(root), site.version, beside)
     known: dict[str, Any] = (store.recall(key) if key else None) or {}
     files = {module: _stamp(root, module) for module in by_module(patches)} if key else {}
-    same = {module for module, file in files.items() if module in known and known[module][0] == file}
+    same = {
+        module
+        for module, own in by_module(patches).items()
+        if module in known and known[module][0] == files[module]
+        if [name for name, *_ in known[module][1]] == [patch.name for patch in own]
+    }
     named = {patch.name: patch for patch in patches}
     outcomes = [Outcome(named[n], Verdict(*verdict)) for module in same for n, *verdict in known[module][1]]
     changed = [patch for patch in patches if patch.module not in same]
