@@ -26,7 +26,7 @@ from typing import Any
 
 from vllm_rocm_fixes.late import defer, need
 from vllm_rocm_fixes.patch import Patch, Site, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import Definition, definitions, find, imports, names, running_blocks
+from vllm_rocm_fixes.syntax import Definition, definitions, find, hidden_imports, imports, names, running_blocks
 
 from .import_utils import reason
 
@@ -64,6 +64,8 @@ def examine(tree: ast.Module) -> Verdict:
     """Whether importing the module imports the package of a back end."""
     if not definitions(tree, _USER):
         return unknown(f"looked for {_USER}()")
+    if hidden_imports(tree, *(package for _, _, package in _BACKENDS)):
+        return unknown("the package of a back end is imported while the module runs, in a way that isn't known")
     early = _early(tree)
     if early:
         modules = ", ".join(dict.fromkeys(name.rpartition(".")[2] for s in early for name in _modules(s)))

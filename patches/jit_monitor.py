@@ -14,7 +14,7 @@ import ast
 import sys
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import calls, find, function, holding, parse_statements, string
+from vllm_rocm_fixes.syntax import calls, find, function, holding, imports, parse_statements, string
 
 _HOOK = "_setup_tilelang_jit_hook"
 
@@ -26,15 +26,15 @@ def examine(tree: ast.Module) -> Verdict:
         return unknown("looked for the function activate, and it isn't there once")
     hook = function(tree, _HOOK)
     if hook is None:
-        imported = [c for c in calls(tree, "importlib.import_module") if _is_tilelang(c)]
+        imported = [*imports(tree, "tilelang"), *(c for c in calls(tree, "importlib.import_module") if _is_tilelang(c))]
         return unknown(f"TileLang is imported outside of {_HOOK}") if imported else clear("TileLang isn't watched")
     if not any(_is_tilelang(c) for c in calls(hook, "importlib.import_module")):
         return unknown(f"{_HOOK} doesn't import TileLang in a way that is known")
     if calls(hook, "is_wanted"):
         return clear("TileLang is watched where it is loaded")
     asked = calls(activate, _HOOK)
-    guards = find(activate, ast.If, lambda i: "is_rocm" in ast.unparse(i.test))
-    if asked and all(any(part is call for i in guards for part in ast.walk(i)) for call in asked):
+    guards = find(activate, ast.If, lambda i: ast.unparse(i.test) == "not current_platform.is_rocm()")
+    if asked and all(any(part is call for i in guards for s in i.body for part in ast.walk(s)) for call in asked):
         return clear("TileLang isn't watched on ROCm")
     return needed("activate() imports TileLang in every worker")
 

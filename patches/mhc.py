@@ -17,7 +17,18 @@ import sys
 from pathlib import Path
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import Function, calls, early_imports, find, imports, parse_statements, replace, statements
+from vllm_rocm_fixes.syntax import (
+    Function,
+    calls,
+    early_imports,
+    everything,
+    find,
+    hidden_imports,
+    imports,
+    parse_statements,
+    replace,
+    statements,
+)
 
 _MODULE = "aiter.ops.mhc"
 
@@ -29,6 +40,9 @@ def examine(tree: ast.Module) -> Verdict:
     if early_imports(tree.body, "aiter"):
         return unknown("AITER is imported at module scope itself")
     probes = _probes(tree)
+    inside = {id(node) for probe in probes for node in everything(probe)}
+    if any(id(node) not in inside for node in hidden_imports(tree, "aiter")):
+        return unknown("AITER is imported while the module runs, in a way that isn't known")
     strange = [p.name for p in probes if _kind(p) is None]
     if strange:
         return unknown(f"{', '.join(strange)} imports AITER at module scope for a question that isn't known")

@@ -21,6 +21,7 @@ from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Function,
     calls,
+    everything,
     find,
     first_statement,
     function,
@@ -41,6 +42,8 @@ def examine(tree: ast.Module) -> Verdict:
     if method is None:
         return unknown(f"looked for {_METHOD}, and it isn't there once")
     asking = _asking(tree)
+    if _unaccounted(tree, asking):
+        return unknown("the architecture's name is asked for in a way that isn't known")
     strange = [f.name for f, node in asking if not _only_searched(f, node)]
     if strange:
         return unknown(f"{', '.join(strange)} asks torch for the architecture and does more than search its name")
@@ -77,6 +80,12 @@ def _asking(tree: ast.Module) -> list[tuple[Function, ast.Attribute]]:
             if isinstance(call, ast.Call) and ast.unparse(call.func) == _PROPERTIES and not mended:
                 found.append((statement, node))
     return found
+
+
+def _unaccounted(tree: ast.Module, asking: list[tuple[Function, ast.Attribute]]) -> bool:
+    known = {id(node) for _, node in asking} | {id(n) for b in find(tree, ast.BoolOp) for n in everything(b)}
+    known |= {id(n) for f in find(tree, ast.FunctionDef) if f.name.startswith("_get_gcn_arch") for n in everything(f)}
+    return bool(find(tree, ast.Attribute, lambda a: a.attr == "gcnArchName" and id(a) not in known))
 
 
 def _only_searched(asker: Function, node: ast.Attribute) -> bool:

@@ -41,6 +41,7 @@ from vllm_rocm_fixes.syntax import (
     first_statement,
     function,
     imports,
+    imports_by_name,
     names,
     parse_statements,
     replace,
@@ -148,6 +149,9 @@ def examine(tree: ast.Module) -> Verdict:
     importers = [f for f in find(tree, ast.FunctionDef) if imports(f, "aiter")]
     if {f.name for f in importers} - _IMPORTERS or len(imports(tree, "aiter")) != len(importers):
         return unknown("AITER is imported in places that aren't known")
+    by_name = find(tree, ast.Call, lambda c: imports_by_name(c, "aiter"))
+    if by_name or any(calls(init, f"self.{name}") for name in _IMPORTERS - {"__init__"}):
+        return unknown("AITER is imported in a way that isn't known")
     eager, uses = _eager(init), _uses(hip)
     if init in importers and eager is None:
         return unknown(f"{_CLASS}.__init__ imports AITER in a way that isn't known")

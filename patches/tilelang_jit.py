@@ -18,7 +18,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import Function, find, function, parse_statements, replace
+from vllm_rocm_fixes.syntax import Function, find, function, names, parse_statements, replace
 
 
 def examine(tree: ast.Module) -> Verdict:
@@ -30,6 +30,9 @@ def examine(tree: ast.Module) -> Verdict:
     if not isinstance(last, ast.Return):
         return unknown("tilelang_jit doesn't end by returning the kernel")
     if isinstance(last.value, ast.Call):
+        inner = {s.name for s in decorator.body if isinstance(s, Function)}
+        if inner & names(last.value) and ast.unparse(last.value.func) != LateKernel.__name__:
+            return unknown("tilelang_jit hands its inner function to something that this patch doesn't know")
         return clear("what tilelang_jit returns is made by a call, not a plain function")
     if _parts(decorator) is None:
         return unknown("tilelang_jit returns something that this patch doesn't know")

@@ -17,7 +17,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import Function, calls, find, function, insert_before, parse_statements
+from vllm_rocm_fixes.syntax import Function, calls, everything, find, function, insert_before, parse_statements
 
 _MODELS = ("vllm.model_executor.models.", "vllm.models.")
 
@@ -29,6 +29,12 @@ def examine(entry: str, tree: ast.Module) -> Verdict:
     found = _searches(tree)
     if found:
         return needed(f"{', '.join(f.name for f, _ in found)} imports a model's file for every model")
+    asking = [s for s in tree.body if isinstance(s, Function) and _asks(s)]
+    known = {id(node) for search in asking for node in everything(search)}
+    every = [*find(tree, ast.Import), *find(tree, ast.ImportFrom)]
+    files = {file.rpartition(".")[2] for file in _FILES.values()}
+    if any(files & {*ast.unparse(s).replace(".", " ").split()} for s in every if id(s) not in known):
+        return unknown("a model's file is imported in a way that isn't known")
     return clear("no model's file is imported to look for its class")
 
 
@@ -39,12 +45,16 @@ def mend(tree: ast.Module) -> None:
         insert_before(search.body, imported, parse_statements(code, imported))
 
 
+def _asks(search: Function) -> bool:
+    return bool(find(search, ast.Compare, lambda c: ast.unparse(c).endswith("not in sys.modules")))
+
+
 def _searches(tree: ast.Module) -> list[tuple[Function, ast.ImportFrom]]:
     """Functions that import a model's class and use it for nothing but isinstance, and don't ask sys.modules before."""
     found = []
     for search in (s for s in tree.body if isinstance(s, Function)):
         asked = {id(n) for c in calls(search, "isinstance") for n in ast.walk(c)}
-        if find(search, ast.Compare, lambda c: ast.unparse(c).endswith("not in sys.modules")):
+        if _asks(search):
             continue
         for imported in (s for s in search.body if isinstance(s, ast.ImportFrom)):
             bound = {alias.asname or alias.name for alias in imported.names}

@@ -14,6 +14,7 @@ HIDDEN = {
     "in one of two": "if x:\n    def a():\n        import {0}\nelse:\n    def a():\n        pass\na()\n",
     "in a class": "class Names:\n    import {0}\n",
     "by import_module": "import importlib\nm = importlib.import_module('{0}.x')\n",
+    "by a name that isn't said": "from importlib import import_module\nn = import_module(name)\n",
     "by __import__": "try:\n    __import__('{0}')\nexcept ImportError:\n    pass\n",
     "not for types": "if TYPE_CHECKING:\n    pass\nelse:\n    class Names:\n        import {0}\n",
 }
@@ -23,7 +24,7 @@ LATE = {
     "in a method": "class C:\n    def f(self):\n        import {0}\nC().f\n",
     "in a lambda": "f = lambda: __import__('{0}')\n",
     "for types": "if TYPE_CHECKING:\n    class Names:\n        import {0}\n",
-    "another": "class Names:\n    import {0}_too\nm = import_module('{0}_too')\nn = import_module(name)\n",
+    "another": "class Names:\n    import {0}_too\nm = import_module('{0}_too')\n",
     "a call of itself": "def f():\n    f()\nf()\n",
 }
 

@@ -129,31 +129,53 @@ def early_imports(block: Block, *packages: str) -> list[ast.Import | ast.ImportF
 def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
     """What imports one of the packages while the module runs, without being a statement of module scope.
 
-    That is an import in the body of a class or in a function that module scope calls, and import_module("package").
+    That is an import in the body of a class, in a function that runs then (called, or a decorator; any of that name
+    counts), or by import_module. A function that is handed on is taken for one that is not called.
     """
-    own = [s for _, s in statements(tree.body) if isinstance(s, Function)]
     plain = {id(s) for _, s in statements(tree.body)}
+    resting: dict[str, list[Block]] = {}  # what doesn't run yet, by the name that it is called by
+    for part in (n for n in everything(tree) if isinstance(n, Definition)):
+        made = [s.body for s in part.body if isinstance(s, Function) and s.name in _MAKING]
+        resting.setdefault(part.name, []).extend(made if isinstance(part, ast.ClassDef) else [part.body])
     found: list[ast.AST] = []
-    running: list[ast.AST] = list(tree.body)
-    for node in running:
+    now: list[ast.AST] = list(tree.body)
+    for node in now:
         if isinstance(node, Function | ast.Lambda):
-            continue
-        if for_type_checkers(node):
-            running += node.orelse
-            continue
-        running += ast.iter_child_nodes(node)
+            now += [default for default in (*node.args.defaults, *node.args.kw_defaults) if default]
+        elif for_type_checkers(node):
+            now += node.orelse
+        else:
+            now += ast.iter_child_nodes(node)
+        called = list(getattr(node, "decorator_list", []))
+        if not isinstance(node, ast.ClassDef):  # whose decorators are among its children
+            now += called
         if isinstance(node, ast.Call):
-            spelt = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            wanted = string(node.args[0]) if node.args else None
-            if spelt in ("import_module", "__import__") and any(_within(wanted, package) for package in packages):
-                found.append(node)
-            elif isinstance(node.func, ast.Name):
-                called = [f for f in own if f.name == spelt]
-                own = [f for f in own if f.name != spelt]
-                running += [s for f in called for s in f.body]
+            called += [node.func, *(node.args if _spelt(node.func) in ("map", "filter") else [])]
+            found += [node] if imports_by_name(node, *packages) else []
         elif isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in plain:
             found += [node for package in packages if imports(node, package)]
+        now += [s for function in called for body in resting.pop(_spelt(function), []) for s in body]
     return found
+
+
+_MAKING = ("__new__", "__init__", "__post_init__")  # what a class's name runs when it is called
+
+
+def _spelt(function: ast.AST) -> str:
+    spelt = getattr(function, "attr", getattr(function, "id", ""))
+    return spelt if isinstance(spelt, str) else ""
+
+
+def imports_by_name(call: ast.Call, *packages: str) -> bool:
+    """Whether a call imports one of the packages, or something that isn't said; find_spec imports what is above."""
+    spelt = _spelt(call.func)
+    if spelt not in ("import_module", "__import__", "find_spec"):
+        return False
+    named = [k.value for k in call.keywords if k.arg == "name"]
+    wanted = string([*call.args, *named, None][0])
+    if spelt == "find_spec":
+        return wanted is not None and any(_within(wanted.rpartition(".")[0], package) for package in packages)
+    return wanted is None or any(_within(wanted, package) for package in packages)
 
 
 def _within(name: str | None, package: str) -> bool:

@@ -1,0 +1,112 @@
+"""A module that a fork has changed isn't called clear, or applied, while it still does what its patch is about."""
+
+import ast
+from functools import cache
+
+import pytest
+from releases import tree
+
+from vllm_rocm_fixes.installed import path_of
+from vllm_rocm_fixes.mend import mend
+from vllm_rocm_fixes.patches import SERIES
+
+pytestmark = pytest.mark.unit
+PATCHES = {patch.name: patch for patch in SERIES}
+PROBE = "def probe(*_):\n    import {0}\n    return lambda f: f\n"
+# What imports a package while the module runs, each in its own way.
+RUNS = {
+    "called": "found = probe()",
+    "called by what is called": "def ask():\n    return probe()\nfound = ask()",
+    "inner function": "def ask():\n    def probe():\n        import {0}\n    return probe()\nfound = ask()",
+    "a decorator": "@probe\ndef other(): ...",
+    "a decorator of a method": "class Other:\n    @probe\n    def method(self): ...",
+    "a decorator's argument": "def with_(x):\n    return lambda f: f\n@with_(probe())\ndef other(): ...",
+    "a default": "def other(x=probe()): ...",
+    "a default of a method": "class Other:\n    def method(self, *, x=probe()): ...",
+    "in a class": "class Other:\n    found = probe()",
+    "under an if": "if probe:\n    def later():\n        import {0}\nfound = later()",
+    "through map": "found = list(map(probe, 'a'))",
+    "a static method": "class Other:\n    @staticmethod\n    def ask():\n        import {0}\nfound = Other.ask()",
+    "a constructor": "class Other:\n    def __init__(self):\n        import {0}\nfound = Other()",
+    "by name": "import importlib\nfound = importlib.import_module('{0}.ops')",
+    "by a keyword": "import importlib\nfound = importlib.import_module(name='{0}')",
+    "by a name that is made": "import importlib\nNAME = '{0}'\nfound = importlib.import_module(f'{{NAME}}.ops')",
+    "what find_spec imports": "from importlib.util import find_spec\nfound = find_spec('{0}.ops.x')",
+}
+RESTS = {
+    "not called": "",
+    "asked for": "from importlib.util import find_spec\nfound = find_spec('{0}')",
+    "for type checkers": "if TYPE_CHECKING:\n    found = probe()",
+    "a lambda": "ask = lambda: probe()",
+    "handed on": "register(op=probe)",
+}
+MODULES = {("quark", "0.26.0"): "aiter", ("mhc", "0.33.0"): "aiter", ("all2all_utils", "0.33.0"): "mori"}
+
+
+@cache
+def mended(name, release):
+    """The module after its patch, or as it is where that is clear."""
+    patch = PATCHES[name]
+    source = path_of(tree(release), patch.module).read_bytes()
+    done = mend(source, "stock.py", [patch])
+    return ast.unparse(done.tree or ast.parse(source))
+
+
+@pytest.mark.parametrize(("name", "release"), MODULES)
+@pytest.mark.parametrize("way", RUNS)
+def test_what_runs_with_the_module_is_not_clear(name, release, way):
+    package = MODULES[name, release]
+    source = f"{mended(name, release)}\n{PROBE}{RUNS[way]}\n".replace("{0}", package).replace("{{NAME}}", "{NAME}")
+    assert PATCHES[name].examine(ast.parse(source)).kind == "unknown"
+
+
+@pytest.mark.parametrize(("name", "release"), [m for m in MODULES if "mhc" not in m])
+@pytest.mark.parametrize("way", RESTS)
+def test_what_does_not_run_is_clear(name, release, way):
+    source = f"{mended(name, release)}\n{PROBE}{RESTS[way]}\n".replace("{0}", MODULES[name, release])
+    assert PATCHES[name].examine(ast.parse(source)).kind == "clear"
+
+
+MODEL = "    from vllm.model_executor.models.qwen3_vl import Qwen3_VisionTransformer\n"
+HOOK = "    _setup_tilelang_jit_hook()\n"
+NATIVE = "        self.aiter_ops = None\n"
+EDITS = {
+    ("jit_monitor", "0.27.1", "also on ROCm"): (
+        HOOK,
+        f"    if current_platform.is_cuda() or current_platform.is_rocm():\n    {HOOK}",
+    ),
+    ("jit_monitor", "0.27.1", "otherwise"): (
+        HOOK,
+        f"    if not current_platform.is_rocm():\n        pass\n    else:\n    {HOOK}",
+    ),
+    ("qwen_vl_warmup", "0.33.0", "in a try"): (
+        MODEL,
+        f"    try:\n    {MODEL}    except ImportError:\n        return\n",
+    ),
+    ("qwen_vl_warmup", "0.33.0", "relative"): (MODEL, MODEL.replace("vllm.model_executor", "..")),
+    ("qwen_vl_warmup", "0.33.0", "used otherwise"): (MODEL, f"{MODEL}    print(Qwen3_VisionTransformer)\n"),
+    ("platform_arch", "0.17.0", "a variable"): (
+        "\ndef on_gfx9(",
+        "\ndef arch():\n    p = torch.cuda.get_device_properties(0)\n    return p.gcnArchName\n\n\ndef on_gfx9(",
+    ),
+    ("tilelang_jit", "0.30.0", "cast"): ("    return wrapper", "    return cast(Any, wrapper)"),
+    ("sampler", "0.26.0", "made with the sampler"): (
+        "self.forward = self.forward_hip",
+        "self._init_aiter_ops(); self.forward = self.forward_hip",
+    ),
+    ("sampler", "0.26.0", "by name"): (
+        "self.forward = self.forward_hip",
+        "importlib.import_module('aiter.ops.sampling'); self.forward = self.forward_hip",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EDITS, ids=str)
+def test_an_edit_of_stock_is_not_clear(case):
+    name, release, _ = case
+    source = path_of(tree(release), PATCHES[name].module).read_text()
+    before, after = EDITS[case]
+    assert before in source
+    assert PATCHES[name].examine(ast.parse(source.replace(before, after, 1))).kind in ("unknown", "needed")
+    if name == "sampler":
+        assert PATCHES[name].examine(ast.parse(source.replace(before, after, 1))).kind == "unknown"
