@@ -12,7 +12,8 @@ Seen: seconds, and AITER's kernel builds; "Model architectures [...] failed to b
 isn't an ImportError; speculative decoding that can't start without AITER, or in 0.14.x without flash_attn.
 Here the imports move into a function that the constructor asks. Where stock has an answer for a missing package, one
 that can't be imported gets it; where stock has none, who makes the layer gets the error. What runs in a compiled graph
-doesn't ask: the constructor has.
+doesn't ask: the constructor has. Who makes a layer without it, as a test does by `__new__`, takes the name from the
+module first, or finds it unbound.
 Origin: found in the sources. vLLM #22795 and #32902 had mended ROCM_AITER_FA's before, #41392 and #41805 mended NIXL's
 (0.21.0). Delete an entry of this file when the first release without its defect is the oldest supported one.
 """

@@ -281,6 +281,30 @@ def test_others_find_what_they_find_on_stock(shop):
     assert stock == mended and all(stock["kinds"][0]) and stock["data"][0] == "data"
 
 
+def test_a_reload_binds_late_names_anew_as_stock_does(shop):
+    (shop / "late.py").write_text("from colorsys import rgb_to_hsv\n\ndef use():\n    return rgb_to_hsv\n")
+    code = """
+        import colorsys
+        from vllm_rocm_fixes.late import defer
+
+        def deferred(name, loader, origin):
+            tree = ast.parse(open(origin).read())
+            defer(tree, lambda s: isinstance(s, ast.ImportFrom))
+            return compile(ast.fix_missing_locations(tree), origin, "exec")
+
+        if WAY == "ours":
+            sys.meta_path.insert(0, Finder({"shop.late": deferred}, {}, lambda *e: errors.append(e)))
+        import shop.late as late
+        first = late.use()
+        colorsys.rgb_to_hsv = lambda *_: "another"
+        kept = late.use() is first
+        importlib.reload(late)
+        print(json.dumps([kept, late.use() is colorsys.rgb_to_hsv, "_rocm_fixes_late" in vars(late)]))
+    """
+    for way, mended in (("stock", False), ("ours", True)):
+        assert child(f"WAY = {way!r}\n" + textwrap.dedent(code), shop.parent) == [True, True, mended]
+
+
 def test_threads_that_import_at_once_get_one_mended_module(shop):
     said = child(
         """

@@ -271,6 +271,31 @@ def test_switches_that_come_between_the_doors(shelf):
     assert (early, late) == ("mended", "mended") and len(warned) == 1 and "a guard of json.tool failed" in warned[0]
 
 
+def test_what_mended_code_calls_is_there_before_it_is_called(shelf):
+    """An uninstall under a running server takes nothing from it; what is gone by then leaves the module as in stock."""
+    got = child(
+        shelf,
+        """
+        def calls(module):
+            def edit_and_call(tree):
+                edit(tree)
+                tree.body[0].body[:0] = ast.parse(f"from vllm_rocm_fixes.{module} import anything").body
+            return edit_and_call
+        for name, module in (("late", "checks"), ("fixed", "gone")):
+            text = f"def f():\\n    return 'stock'\\n"
+            open(vllm.__path__[0] + f"/{name}.py", "w").write(text)
+        p = process.Process([patch("late", mend=calls("checks")), patch("fixed", mend=calls("gone"))], ())
+        p.register()
+        before = "vllm_rocm_fixes.checks" in sys.modules
+        import vllm.late, vllm.fixed
+        print(json.dumps([before, "vllm_rocm_fixes.checks" in sys.modules, state(p), vllm.fixed.f()]))
+        """,
+    )
+    before, after, states, fixed = got
+    assert (before, after) == (False, True) and states["late"][0] == "applied"
+    assert states["fixed"][0] == "unknown" and "vllm_rocm_fixes.gone" in states["fixed"][1] and fixed == "stock"
+
+
 def test_a_door_that_was_interrupted_is_gone_through_again(shelf):
     states, late = child(
         shelf,

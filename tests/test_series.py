@@ -60,7 +60,10 @@ def start(root, cache):
 def test_a_warm_start_says_and_does_the_same_and_reads_no_patch(stock, tmp_path):
     results, code, read, _ = start(stock, tmp_path / "cache")
     assert results["sampler"][0] == results["all2all_utils"][0] == "waiting" and read
-    assert start(stock, tmp_path / "cache") == [results, code, [], []]
+    again, same, none, called = start(stock, tmp_path / "cache")
+    assert (again, same, none) == (results, code, [])
+    ours = "vllm_rocm_fixes."
+    assert {*called} == {f"{ours}patches", f"{ours}patches.sampler", f"{ours}syntax"}, "what the code calls"
 
 
 def test_an_upgrade_under_a_running_process_asks_no_patch_for_another(tmp_path, monkeypatch):

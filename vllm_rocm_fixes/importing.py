@@ -115,6 +115,7 @@ class Loader:
             if code is None:
                 self.stock.exec_module(module)
             else:
+                _forget_late_names(module.__dict__)
                 exec(code, module.__dict__)
                 self._finder.executed(name)
 
@@ -141,6 +142,17 @@ class Loader:
                 context.__exit__(None, None, None)
             except Exception as error:
                 self._finder.on_error(name, error)
+
+
+def _forget_late_names(namespace: dict[str, Any]) -> None:
+    """Before a reload, which binds anew what stock imports at module scope: see late.py."""
+    binder = namespace.get("_rocm_fixes_late")
+    if binder is not None:
+        import dis  # only for a reload
+
+        for step in dis.get_instructions(binder):
+            if step.opname == "STORE_GLOBAL":
+                namespace.pop(step.argval, None)
 
 
 def _holds_ours(loader: Any, depth: int = 8) -> bool:

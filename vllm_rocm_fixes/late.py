@@ -257,7 +257,9 @@ def reads(statement: ast.stmt, names: set[str]) -> tuple[set[str], set[str]]:
     """
     certain: set[str] = set()
     perhaps: set[str] = set()
-    waiting = _evaluated(statement) if isinstance(statement, ast.AnnAssign) else [statement]
+    waiting: list[ast.AST] = [statement]
+    if isinstance(statement, ast.AnnAssign):  # in a function an annotation is never evaluated
+        waiting = [part for part in (statement.target, statement.value) if part]
     for node in waiting:
         parts = _perhaps(node)
         perhaps |= {name for part in parts for name in _names_in([part, *_own(part)], names)}
@@ -270,34 +272,26 @@ def _names_in(nodes: Iterable[ast.AST], names: set[str]) -> set[str]:
     return {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store)} & names
 
 
-def _evaluated(statement: ast.AnnAssign) -> list[ast.AST]:
-    """The parts of an annotated assignment in a function: its annotation is never evaluated."""
-    return [part for part in (statement.target, statement.value) if part]
+# What of a node isn't evaluated whenever it is: all of some fields, of others all but the first.
+_PERHAPS: dict[type[ast.AST], tuple[tuple[str, ...], str]] = {
+    ast.IfExp: (("body", "orelse"), ""),
+    ast.BoolOp: ((), "values"),
+    ast.Compare: ((), "comparators"),
+    ast.Lambda: (("body",), ""),
+    ast.Assert: (("msg",), ""),
+    ast.match_case: (("pattern", "guard"), ""),
+    ast.comprehension: (("ifs",), ""),
+    **{kind: (("elt",), "generators") for kind in (ast.ListComp, ast.SetComp, ast.GeneratorExp)},
+    ast.DictComp: (("key", "value"), "generators"),
+    ast.arg: (("annotation",), ""),
+    **{kind: (("returns",), "") for kind in (ast.FunctionDef, ast.AsyncFunctionDef)},
+}
 
 
-def _perhaps(node: ast.AST) -> Sequence[ast.AST]:
-    """The parts of a node that aren't evaluated whenever it is."""
-    if isinstance(node, ast.IfExp):
-        return [node.body, node.orelse]
-    if isinstance(node, ast.BoolOp):
-        return node.values[1:]
-    if isinstance(node, ast.Compare):
-        return node.comparators[1:]
-    if isinstance(node, ast.Lambda):
-        return [node.body]
-    if isinstance(node, ast.Assert):
-        return [node.msg] if node.msg else []
-    if isinstance(node, ast.comprehension):
-        return node.ifs
-    if isinstance(node, ast.match_case):
-        return [node.pattern, *([node.guard] if node.guard else [])]
-    if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp):
-        return [node.elt, *node.generators[1:]]
-    if isinstance(node, ast.DictComp):
-        return [node.key, node.value, *node.generators[1:]]
-    if isinstance(node, ast.arg):
-        return [node.annotation] if node.annotation else []
-    return [node.returns] if isinstance(node, Function) and node.returns else []
+def _perhaps(node: ast.AST) -> list[ast.AST]:
+    fields, rest = _PERHAPS.get(type(node), ((), ""))
+    found = [getattr(node, field) for field in fields] + getattr(node, rest, [])[1:]
+    return [part for one in found for part in (one if isinstance(one, list) else [one]) if part]
 
 
 def _refuse_early_use(tree: ast.Module, names: set[str]) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -227,6 +228,8 @@ class Process:
         with self._keeping_stock(module):
             source, filename = source_of(module, loader, origin)
             mended = store.mended(source, filename, self._wanted[module], self.site)
+            for needed in _called(mended.code) if mended.code else ():
+                import_module(needed)  # now: by the time it is called the overlay may be uninstalled, or another one
             self._record(mended.outcomes, "waiting", "when it is imported")
             self._made[module] = mended.outcomes
             return mended.code
@@ -333,3 +336,9 @@ class Process:
         if platform is not None:
             named = list(getattr(platform, "additional_env_vars", ()))
             type(platform).additional_env_vars = named + [name for name in settings.SWITCHES if name not in named]
+
+
+def _called(code: CodeType) -> set[str]:
+    """The overlay's modules that mended code imports from."""
+    inner = (_called(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return {name for name in code.co_names if name.startswith(f"{__package__}.")}.union(*inner)
