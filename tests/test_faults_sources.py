@@ -58,7 +58,7 @@ OWN = {
     "fa_utils": ("flash_attn_varlen_func",),
 }  # what a patch defines anew
 GONE = {"aiter_dtype": ("dtypes",)}  # what a module doesn't bind any more
-ADDED = {BINDER, "__getattr__"}
+ADDED = {BINDER, f"{BINDER}_ran", "__getattr__"}
 KNOWN = {*dir(builtins), "__file__", "__name__", "__doc__", "__path__", "__spec__", "__annotations__", "__class__"}
 
 
