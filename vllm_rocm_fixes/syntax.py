@@ -7,6 +7,7 @@ file is written.
 from __future__ import annotations
 
 import ast
+import functools
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import TypeGuard, TypeVar
@@ -82,16 +83,23 @@ def class_(tree: ast.Module, qualified_name: str) -> ast.ClassDef | None:
 
 
 def everything(node: ast.AST) -> list[ast.AST]:
-    """What ast.walk yields, in the same order, in about half the time: most of a survey goes by in here."""
+    """What ast.walk yields but contexts and operators, in the same order: most of a survey goes by in here."""
     found = [node]
     for parent in found:
-        for field in parent._fields:
+        for field in _fields(type(parent)):
             value = getattr(parent, field, None)
             if isinstance(value, list):
                 found += [part for part in value if isinstance(part, ast.AST)]
             elif isinstance(value, ast.AST):
                 found.append(value)
     return found
+
+
+@functools.cache
+def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
+    """The fields of a kind of node that can hold others."""
+    plain = {"ctx", "op", "ops", "id", "attr", "arg", "asname", "module", "level", "kind", "type_comment"}
+    return tuple(field for field in kind._fields if field not in plain)
 
 
 def find(node: ast.AST, kind: type[_Node], where: Callable[[_Node], bool] = lambda _: True) -> list[_Node]:
@@ -132,9 +140,18 @@ def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
     That is an import in the body of a class, in a function that runs then (called, or a decorator; any of that name
     counts), or by import_module. A function that is handed on is taken for one that is not called.
     """
+
+    def brings(node: ast.AST) -> bool:
+        if isinstance(node, ast.Call):
+            return imports_by_name(node, *packages)
+        return isinstance(node, ast.Import | ast.ImportFrom) and any(imports(node, package) for package in packages)
+
+    nodes = everything(tree)
     plain = {id(s) for _, s in statements(tree.body)}
+    if not any(brings(node) for node in nodes if id(node) not in plain):
+        return []
     resting: dict[str, list[Block]] = {}  # what doesn't run yet, by the name that it is called by
-    for part in (n for n in everything(tree) if isinstance(n, Definition)):
+    for part in (n for n in nodes if isinstance(n, Definition)):
         made = [s.body for s in part.body if isinstance(s, Function) and s.name in _MAKING]
         resting.setdefault(part.name, []).extend(made if isinstance(part, ast.ClassDef) else [part.body])
     found: list[ast.AST] = []
@@ -151,9 +168,8 @@ def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
             now += called
         if isinstance(node, ast.Call):
             called += [node.func, *(node.args if _spelt(node.func) in ("map", "filter") else [])]
-            found += [node] if imports_by_name(node, *packages) else []
-        elif isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in plain:
-            found += [node for package in packages if imports(node, package)]
+        if id(node) not in plain and brings(node):
+            found.append(node)
         now += [s for function in called for body in resting.pop(_spelt(function), []) for s in body]
     return found
 
