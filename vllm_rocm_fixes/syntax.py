@@ -7,7 +7,6 @@ file is written.
 from __future__ import annotations
 
 import ast
-import functools
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import TypeGuard, TypeVar
@@ -86,7 +85,7 @@ def everything(node: ast.AST) -> list[ast.AST]:
     """What ast.walk yields but contexts and operators, in the same order: most of a survey goes by in here."""
     found = [node]
     for parent in found:
-        for field in _fields(type(parent)):
+        for field in _FIELDS[type(parent)]:
             value = getattr(parent, field, None)
             if isinstance(value, list):
                 found += [part for part in value if isinstance(part, ast.AST)]
@@ -95,11 +94,15 @@ def everything(node: ast.AST) -> list[ast.AST]:
     return found
 
 
-@functools.cache
-def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
-    """The fields of a kind of node that can hold others."""
-    plain = {"ctx", "op", "ops", "id", "attr", "arg", "asname", "module", "level", "kind", "type_comment"}
-    return tuple(field for field in kind._fields if field not in plain)
+class _Fields(dict[type[ast.AST], tuple[str, ...]]):
+    """The fields of each kind of node that can hold others."""
+
+    def __missing__(self, kind: type[ast.AST]) -> tuple[str, ...]:
+        plain = {"ctx", "op", "ops", "id", "attr", "arg", "asname", "module", "level", "kind", "type_comment"}
+        return self.setdefault(kind, tuple(field for field in kind._fields if field not in plain))
+
+
+_FIELDS = _Fields()
 
 
 def find(node: ast.AST, kind: type[_Node], where: Callable[[_Node], bool] = lambda _: True) -> list[_Node]:
