@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
+import re
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from . import store
 
 if TYPE_CHECKING:
     from .process import Process
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 _LIMIT = 1 << 20  # bytes of one record; a real one has some 3,000
 _SWEEP = 32  # files that a writer looks at for dead processes
-_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Record:
@@ -71,10 +70,13 @@ def write(process: Process) -> Path | None:
     except Exception:
         return None
     for folder in folders():
-        with contextlib.suppress(Exception), _opened(folder, create=True) as handle:
-            _put(handle, name, text)
-            with contextlib.suppress(OSError):
-                _sweep(handle, here, _SWEEP)
+        with contextlib.suppress(Exception):
+            if folder.name == "run":  # below the home folder: what is missing above is made
+                folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with store.opened(folder, create=True) as handle:
+                store.put(handle, name, text)
+                with contextlib.suppress(OSError):
+                    _sweep(handle, here, _SWEEP)
             return folder / name
     return None
 
@@ -87,7 +89,7 @@ def read() -> tuple[list[Record], int]:
     found: dict[int, Record] = {}
     elsewhere, here = 0, ""
     for folder in folders():
-        with contextlib.suppress(OSError), _opened(folder) as handle:
+        with contextlib.suppress(OSError), store.opened(folder) as handle:
             here = here or _here()
             _sweep(handle, here, sys.maxsize)
             for name in os.listdir(handle):
@@ -151,54 +153,9 @@ def _role() -> str | None:
     return name if isinstance(name, str) else None
 
 
-# The folder and its files
-
-
-@contextlib.contextmanager
-def _opened(folder: Path, create: bool = False) -> Iterator[int]:
-    """The open folder, which is this user's alone. Raises OSError where it isn't, or where there is none."""
-    if create:
-        if folder.name == "run":  # below the home folder: what is missing above is made
-            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-    handle = os.open(folder, _FLAGS)
-    try:
-        status = os.fstat(handle)
-        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise PermissionError(f"{folder} isn't this user's alone")
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def _put(handle: int, name: str, text: bytes) -> None:
-    partial = f".{name}.{threading.get_ident()}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        file = os.open(partial, flags, 0o600, dir_fd=handle)
-        try:
-            if os.write(file, text) != len(text):
-                raise OSError("written in part")
-        finally:
-            os.close(file)
-        os.rename(partial, name, src_dir_fd=handle, dst_dir_fd=handle)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(partial, dir_fd=handle)
-        raise
-
-
 def _get(handle: int, name: str) -> dict[str, Any] | None:
     try:
-        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=handle)
-        try:
-            status = os.fstat(file)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size > _LIMIT:
-                return None
-            data = json.loads(os.read(file, _LIMIT))
-        finally:
-            os.close(file)
+        data = json.loads(store.get(handle, name, _LIMIT))
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) and data.get("format") == FORMAT else None
@@ -221,11 +178,8 @@ def _dead(name: str, here: str) -> bool:
 
 def _owner(name: str, here: str) -> tuple[int, int] | None:
     """Process id and start time in a record's name; None where it isn't one, or isn't of this boot and namespace."""
-    place, _, rest = name.removesuffix(".json").partition("-")
-    numbers = rest.split("-")
-    if not name.endswith(".json") or place != here or len(numbers) != 2 or not all(n.isdecimal() for n in numbers):
-        return None
-    return int(numbers[0]), int(numbers[1])
+    numbers = re.fullmatch(rf"{here}-([0-9]+)-([0-9]+)\.json", name)
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
 
 
 def _here() -> str:

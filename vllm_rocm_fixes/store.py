@@ -14,8 +14,8 @@ import marshal
 import os
 import stat
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +87,8 @@ def save(wanted: bytes, mended: Mended) -> bool:
 
 def recall(wanted: bytes) -> Any:
     """The value of an entry; None where there is none that can be trusted."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError, EOFError, TypeError):
-        place = folder()
-        if not _ours_alone(os.lstat(place), stat.S_ISDIR):
-            return None
-        # Without waiting: for a pipe of that name nobody may ever write.
-        descriptor = os.open(place / wanted.hex(), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not _ours_alone(status, stat.S_ISREG) or status.st_size > _LIMIT:
-                return None
-            data = file.read()
+    with contextlib.suppress(OSError, RuntimeError, ValueError, EOFError, TypeError), opened(folder()) as handle:
+        data = get(handle, wanted.hex(), _LIMIT)
         payload = data[2 * _DIGEST :]
         if data[: 2 * _DIGEST] == wanted + hashlib.sha256(payload).digest():
             return marshal.loads(payload)
@@ -110,27 +101,64 @@ def keep(wanted: bytes, value: Any) -> bool:
     with contextlib.suppress(OSError, RuntimeError):
         place = folder()
         place.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            place.mkdir(mode=0o700)
-        if not _ours_alone(os.lstat(place), stat.S_ISDIR):
-            return False
-        descriptor, partial = tempfile.mkstemp(dir=place)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(wanted + hashlib.sha256(payload).digest() + payload)
-            os.replace(partial, place / wanted.hex())
-            for entry in sorted(os.scandir(place), key=lambda e: e.stat().st_mtime_ns)[:-_MOST]:
-                os.unlink(entry)
+        with opened(place, create=True) as handle:
+            put(handle, wanted.hex(), wanted + hashlib.sha256(payload).digest() + payload)
+            for entry in sorted(os.scandir(handle), key=lambda e: e.stat().st_mtime_ns)[:-_MOST]:
+                os.unlink(entry.name, dir_fd=handle)
             return True
-        except OSError:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(partial)
     return False
 
 
-def _ours_alone(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """A folder or file of that kind that nobody but this user can have written."""
-    return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+# A folder of this user alone, and its files; records.py has another
+
+
+@contextlib.contextmanager
+def opened(place: Path, create: bool = False) -> Iterator[int]:
+    """The open folder. Raises OSError where there is none, or where another user can have written it."""
+    if create:
+        with contextlib.suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _check_owner(os.fstat(handle))
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def get(handle: int, name: str, limit: int) -> bytes:
+    """A file of an open folder. Raises OSError where another user can have written it, or it has more bytes."""
+    # Without waiting: for a pipe of that name nobody may ever write.
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=handle)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        _check_owner(status)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
+            raise OSError(f"{name} is no file of ours")
+        return file.read()
+
+
+def put(handle: int, name: str, data: bytes) -> None:
+    """Write a file of an open folder, whole or not at all. Raises OSError."""
+    partial = f".{name}.{os.getpid()}.{threading.get_ident()}"
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(partial, flags, 0o600, dir_fd=handle)
+        try:
+            if os.write(file, data) != len(data):
+                raise OSError("written in part")
+        finally:
+            os.close(file)
+        os.rename(partial, name, src_dir_fd=handle, dst_dir_fd=handle)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(partial, dir_fd=handle)
+        raise
+
+
+def _check_owner(status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError("another user can have written it")
 
 
 def _sha256(*parts: object) -> bytes:
