@@ -7,7 +7,6 @@ A tool whose finder asks all the others, to call hooks after an import say, gets
 
 from __future__ import annotations
 
-import contextlib
 import importlib.machinery
 import os
 import sys
@@ -66,9 +65,8 @@ class Finder:
         """The first answer of the other finders. One that asks all others comes to us again, and isn't asked twice."""
         asked: list[tuple[str, Any]] = self._busy.__dict__.setdefault("asked", [])
         for finder in list(sys.meta_path):
-            if isinstance(finder, Finder) or not hasattr(finder, "find_spec"):
-                continue
-            if any(a == name and f is finder for a, f in asked):
+            ours = isinstance(finder, Finder) or any(a == name and f is finder for a, f in asked)
+            if ours or not hasattr(finder, "find_spec"):
                 continue
             asked.append((name, finder))
             try:
@@ -111,21 +109,18 @@ class Loader:
         code = self._code(name)
         with ExitStack() as guards:
             for guard in self._finder.guards.get(name, ()):
-                guards.enter_context(self._contained(guard, name))
+                self._enter(guard, name, guards)
             if code is None:
                 self.stock.exec_module(module)
             else:
-                _forget_late_names(module.__dict__)
+                binder = module.__dict__.get("_rocm_fixes_late")
+                for late in binder.__code__.co_names if binder else ():  # a reload binds anew what stock imports here
+                    module.__dict__.pop(late, None)
                 exec(code, module.__dict__)
                 self._finder.executed(name)
 
-    def _code(self, name: str) -> CodeType | None:
-        coder = self._finder.coders.get(name)
-        return coder(name, self.stock, self._origin) if coder else None
-
-    @contextlib.contextmanager
-    def _contained(self, guard: Around, name: str) -> Any:
-        """A guard whose own errors reach on_error and not the importer; ImportError forbids the import."""
+    def _enter(self, guard: Around, name: str, guards: ExitStack) -> None:
+        """Enter a guard, whose own errors reach on_error and not the importer; ImportError forbids the import."""
         try:
             context = guard(name)
             context.__enter__()
@@ -133,26 +128,18 @@ class Loader:
             raise
         except Exception as error:
             self._finder.on_error(name, error)
-            yield
-            return
+        else:
+            guards.callback(self._leave, context, name)
+
+    def _leave(self, context: AbstractContextManager[None], name: str) -> None:
         try:
-            yield
-        finally:
-            try:
-                context.__exit__(None, None, None)
-            except Exception as error:
-                self._finder.on_error(name, error)
+            context.__exit__(None, None, None)
+        except Exception as error:
+            self._finder.on_error(name, error)
 
-
-def _forget_late_names(namespace: dict[str, Any]) -> None:
-    """Before a reload, which binds anew what stock imports at module scope: see late.py."""
-    binder = namespace.get("_rocm_fixes_late")
-    if binder is not None:
-        import dis  # only for a reload
-
-        for step in dis.get_instructions(binder):
-            if step.opname == "STORE_GLOBAL":
-                namespace.pop(step.argval, None)
+    def _code(self, name: str) -> CodeType | None:
+        coder = self._finder.coders.get(name)
+        return coder(name, self.stock, self._origin) if coder else None
 
 
 def _holds_ours(loader: Any, depth: int = 8) -> bool:

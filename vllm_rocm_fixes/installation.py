@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from email import message_from_bytes
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,32 +69,22 @@ def _installed_root() -> Path:
 def _metadata(root: Path) -> tuple[Metadata, ...]:
     found = []
     for folder in sorted([*root.glob("vllm*.dist-info"), *root.glob("vllm*.egg-info")]):
-        name, release = _headers(folder / ("METADATA" if folder.suffix == ".dist-info" else "PKG-INFO"))
-        if name and release and (name == "vllm" or _holds_vllm(folder)):
-            found.append(Metadata(name, release, folder))
+        says = message_from_bytes(_content(folder / "METADATA") or _content(folder / "PKG-INFO"))
+        name, release = says["Name"], says["Version"]
+        if name and release and (name == "vllm" or b"\nvllm/__init__.py," in b"\n" + _content(folder / "RECORD")):
+            found.append(Metadata(str(name), str(release), folder))
     return tuple(found)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def _metadata_elsewhere() -> tuple[Metadata, ...]:
     """An editable installation has its files in one folder and its metadata in another."""
-    from importlib.metadata import distributions
-
     return tuple(
         Metadata("vllm", d.version, Path(str(d.locate_file("")))) for d in distributions(name="vllm") if d.version
     )
-
-
-def _headers(path: Path) -> tuple[str | None, str | None]:
-    try:
-        head = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
-    except OSError:
-        return None, None
-    fields = dict(line.split(": ", 1) for line in head.splitlines() if line.startswith(("Name: ", "Version: ")))
-    return fields.get("Name"), fields.get("Version")
-
-
-def _holds_vllm(folder: Path) -> bool:
-    try:
-        return "\nvllm/__init__.py," in "\n" + (folder / "RECORD").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False

@@ -18,7 +18,7 @@ import contextlib
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .syntax import (
@@ -27,11 +27,13 @@ from .syntax import (
     Function,
     blocks,
     first_statement,
-    for_type_checkers,
+    outside_functions,
+    own_nodes,
     parse_expression,
     parse_statements,
     place,
     replace,
+    running_blocks,
     statements,
 )
 
@@ -41,7 +43,7 @@ _GETATTR = "def __getattr__(name):\n    from vllm_rocm_fixes.late import resolve
 
 
 def defer(
-    tree: ast.Module, chosen: Callable[[ast.stmt], bool], helper: tuple[str, str] = ("vllm_rocm_fixes.late", "need")
+    tree: ast.Module, chosen: Callable[[ast.stmt], bool], helper: tuple[str, str] = (__name__, "need")
 ) -> list[str]:
     """Defer the chosen statements of module scope, in place. Returns the names they bind.
 
@@ -51,27 +53,26 @@ def defer(
     """
     if any(isinstance(s, Definition) and s.name == BINDER for s in tree.body):
         raise ValueError("imports of this module are deferred already")
-    groups, mark = [], None
-    for index, statement in enumerate(list(tree.body)):
-        found = _take(tree.body, statement, chosen, lambda taken: taken)
-        if found and mark is None:
-            mark = index, statement
-        groups += found
-    if mark is None:
+    groups = _take(tree.body, chosen)
+    if not groups:
         raise ValueError("no statement was chosen")
+    at = groups[0][0]
+    index = next((i for i, s in enumerate(tree.body) if s.lineno >= at.lineno), len(tree.body))
     bound = {name: None for group in groups for name in movable(group)}
     _refuse_early_use(tree, set(bound))
-    _supply_below(tree.body, set(bound), helper)
-    binder, new = binding(list(bound), mark[1])
+    for statement in outside_functions(tree.body):
+        if isinstance(statement, Function):
+            statement.body = _supply(statement.body, set(bound) - _locals(statement), set(), helper)
+    binder, new = binding(list(bound), at)
     for group in groups:
         own = _bound(group)
-        step = parse_statements(f"if name in {tuple(own)!r}:\n    pass", mark[1])[0]
+        step = parse_statements(f"if name in {tuple(own)!r}:\n    pass", at)[0]
         assert isinstance(step, ast.If)
         step.body = _supply(group, set(bound) - set(own), set(), helper)
         binder.body.append(step)
     if _answered(tree, list(bound)):
         new.pop()
-    tree.body[mark[0] : mark[0]] = new
+    tree.body[index:index] = new
     return list(bound)
 
 
@@ -79,7 +80,7 @@ def movable(block: Block) -> list[str]:
     """The names that statements of module scope bind. Raises ValueError where a function can't hold them."""
     for _, statement in statements(block):
         inside = (ast.Yield, ast.YieldFrom, ast.Await)  # in stock a SyntaxError, which a function would hide
-        if isinstance(statement, ast.Return) or any(isinstance(n, inside) for n in _own(statement)):
+        if isinstance(statement, ast.Return) or any(isinstance(n, inside) for n in own_nodes(statement)):
             raise ValueError(f"line {statement.lineno}: {type(statement).__name__} belongs to no function")
     return _bound(block)
 
@@ -96,10 +97,11 @@ def binding(bound: Sequence[str], at: ast.stmt) -> tuple[ast.FunctionDef, Block]
     return binder, new
 
 
-def asking(bound: Sequence[str], at: ast.stmt) -> Block:
+def asking(names: Sequence[str], at: ast.stmt, helper: tuple[str, str] = (__name__, "need")) -> Block:
     """The statements that ask for moved names, to go before the statement `at`, which reads them."""
+    module, function = helper
     return parse_statements(
-        f"from vllm_rocm_fixes.late import need\nneed(globals(), {', '.join(map(repr, bound))})", at
+        f"from {module} import {function}\n{function}(globals(), {', '.join(map(repr, names))})", at
     )
 
 
@@ -130,16 +132,14 @@ def offer(namespace: dict[str, Any], *names: str) -> None:
 
 def resolve(namespace: dict[str, Any], name: str) -> object:
     """What a module's `__getattr__` answers for a name. Raises AttributeError, with the reason where there is one."""
-    module = namespace.get("__name__")
+    missing = f"module {namespace.get('__name__')!r} has no attribute {name!r}"
     try:
         _bind(namespace, name)
     except Exception as error:
-        reason = f"module {module!r} has no attribute {name!r}: {type(error).__name__}: {error}"
-        raise AttributeError(reason, name=name) from error
-    try:
+        raise AttributeError(f"{missing}: {type(error).__name__}: {error}", name=name) from error
+    if name in namespace:
         return namespace[name]
-    except KeyError:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name) from None
+    raise AttributeError(missing, name=name)
 
 
 def _bind(namespace: dict[str, Any], name: str) -> None:
@@ -177,36 +177,24 @@ _lock = threading.RLock()
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _take(
-    block: Block, statement: ast.stmt, chosen: Callable[[ast.stmt], bool], wrap: Callable[[Block], Block]
-) -> list[Block]:
-    """Take the chosen statements at or below one statement out of its block, in groups, each under its conditions."""
-    if chosen(statement):
-        replace(block, statement, [])
-        return [wrap([statement])]
-    if not isinstance(statement, ast.If):
-        return []
+def _take(block: Block, chosen: Callable[[ast.stmt], bool]) -> list[Block]:
+    """Take the chosen statements out of a block and the branches below it, each under its conditions."""
     groups: list[Block] = []
-    ways = ((statement.body, True), (statement.orelse, False))
-    for branch, holds in ways[for_type_checkers(statement) :]:
-
-        def under(taken: Block, holds: bool = holds) -> Block:
-            test = copy.deepcopy(statement.test)
-            test = test if holds else place(ast.UnaryOp(ast.Not(), test), test)
-            return wrap([ast.copy_location(ast.If(test, taken, []), statement)])
-
-        together: Block = []
-        for inner in list(branch):
-            if chosen(inner):
-                replace(branch, inner, [])
-                together.append(inner)
-            else:
-                groups += _take(branch, inner, chosen, under)
-        groups += [under(together)] if together else []
-    if groups and not statement.body and not statement.orelse:
-        replace(block, statement, [])
-    elif not statement.body:
-        statement.body.append(ast.copy_location(ast.Pass(), statement))
+    for statement in list(block):
+        if chosen(statement):
+            replace(block, statement, [])
+            groups.append([statement])
+        elif isinstance(statement, ast.If):
+            for branch in running_blocks(statement):
+                test = copy.deepcopy(statement.test)
+                if branch is statement.orelse:
+                    test = place(ast.UnaryOp(ast.Not(), test), test)
+                taken = _take(branch, chosen)
+                groups += [[ast.copy_location(ast.If(test, group, []), statement)] for group in taken]
+            if not statement.body:
+                statement.body = parse_statements("pass", statement)
+                if not statement.orelse:
+                    replace(block, statement, [])
     return groups
 
 
@@ -234,20 +222,12 @@ def _bound(block: Block) -> list[str]:
                 found[alias.asname or plain] = None
         elif isinstance(statement, Definition):
             found[statement.name] = None
-        own = list(_own(statement))
+        own = list(own_nodes(statement))
         # The variables of a comprehension are its own.
         inner = {id(n) for c in own if isinstance(c, ast.comprehension) for n in ast.walk(c.target)}
         stored = (n for n in own if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and id(n) not in inner)
         found.update((node.id, None) for node in stored)
     return list(found)
-
-
-def _own(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a statement without the statements inside it: of an `if` its test, of a function its header."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.stmt):
-            yield child
-            yield from _own(child)
 
 
 def reads(statement: ast.stmt, names: set[str]) -> tuple[set[str], set[str]]:
@@ -262,7 +242,7 @@ def reads(statement: ast.stmt, names: set[str]) -> tuple[set[str], set[str]]:
         waiting = [part for part in (statement.target, statement.value) if part]
     for node in waiting:
         parts = _perhaps(node)
-        perhaps |= {name for part in parts for name in _names_in([part, *_own(part)], names)}
+        perhaps |= {name for part in parts for name in _names_in([part, *own_nodes(part)], names)}
         certain |= _names_in([node], names)
         waiting += [c for c in ast.iter_child_nodes(node) if not isinstance(c, ast.stmt) and c not in parts]
     return certain, perhaps - certain
@@ -296,27 +276,11 @@ def _perhaps(node: ast.AST) -> list[ast.AST]:
 
 def _refuse_early_use(tree: ast.Module, names: set[str]) -> None:
     """Raise ValueError where module scope, or a class body in it, reads or binds one of the names."""
-
-    def look(block: Block) -> None:
-        for statement in block:
-            for name in sorted(_names_in(_own(statement), names)):
-                raise ValueError(f"line {statement.lineno}: {name} is read at module scope")
-            if not isinstance(statement, Function):
-                for inner in blocks(statement):
-                    look(inner)
-
-    look(tree.body)
+    for statement in outside_functions(tree.body):
+        for name in sorted(_names_in(own_nodes(statement), names)):
+            raise ValueError(f"line {statement.lineno}: {name} is read at module scope")
     for name in sorted(names & set(_bound(tree.body))):
         raise ValueError(f"{name} is bound at module scope in another place too")
-
-
-def _supply_below(block: Block, names: set[str], helper: tuple[str, str]) -> None:
-    for statement in block:
-        if isinstance(statement, Function):
-            statement.body = _supply(statement.body, names - _locals(statement), set(), helper)
-        else:
-            for inner in blocks(statement):
-                _supply_below(inner, names, helper)
 
 
 def _supply(block: Block, names: set[str], done: set[str], helper: tuple[str, str], branch: bool = False) -> Block:
@@ -330,11 +294,9 @@ def _supply(block: Block, names: set[str], done: set[str], helper: tuple[str, st
         if branch and index == 0:
             for later in block[: _first_exit(block) + 1]:
                 missing |= reads(later, names)[0]
-        for (module, function), wanted in ((helper, missing), ((__name__, offer.__name__), perhaps - missing)):
-            if wanted - done:
-                asked = ", ".join(map(repr, sorted(wanted - done)))
-                code = f"from {module} import {function}\n{function}(globals(), {asked})"
-                supplied += parse_statements(code, statement)
+        for way, wanted in ((helper, missing - done), ((__name__, offer.__name__), perhaps - missing - done)):
+            if wanted:
+                supplied += asking(sorted(wanted), statement, way)
         done |= missing
         inside = names - _locals(statement) if isinstance(statement, Function) else names
         for inner in blocks(statement):

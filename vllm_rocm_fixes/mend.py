@@ -9,10 +9,9 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator, Sequence
-from types import CodeType
 
 from .patch import Mended, Outcome, Passing, Patch, Site, Verdict, unknown
-from .syntax import Definition, Function, everything, statements
+from .syntax import Definition, Function, everything, outside_functions, statements
 
 
 def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Site | None = None) -> Mended:
@@ -39,9 +38,9 @@ def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Sit
             return Mended(
                 outcomes,
                 tree,
-                _compile(tree, filename),
+                compile(tree, filename, "exec", dont_inherit=True),
                 frozenset(_decorated(tree)),
-                {statement.name: _compile(ast.Module([statement], []), filename) for statement in added},
+                {s.name: compile(ast.Module([s], []), filename, "exec", dont_inherit=True) for s in added},
             )
         except Exception as error:
             reason = f"the mended tree doesn't compile: {_said(error)}"
@@ -70,87 +69,55 @@ def _apply(patch: Patch, tree: ast.Module, site: Site, failures: dict[str, str])
         ast.fix_missing_locations(tree)
     except Exception as error:
         return Outcome(patch, verdict, failed=f"the edit broke: {_said(error)}")
-    clash = _clash(tree)
-    if clash:
-        return Outcome(patch, verdict, failed=f"the edit needs the name {clash}, and the source uses it")
-    missing = _missing(tree)
-    if missing:
-        return Outcome(patch, verdict, failed=f"the edit reads {missing}, which the source doesn't have")
+    complaint = _complaint(tree)
+    if complaint:
+        return Outcome(patch, verdict, failed=f"the edit {complaint}")
     after = examine(patch, tree)
     if after.kind != "clear":
         return Outcome(patch, verdict, failed=f"after the edit the examination still says {after.kind}: {after.reason}")
     return Outcome(patch, verdict)
 
 
-def _clash(tree: ast.Module) -> str | None:
-    """A name that an edit binds where the source has another use for it; None where there is none.
+def _complaint(tree: ast.Module) -> str | None:
+    """A name that an edit binds where the source has another use for it, or reads where nothing binds it; None: none.
 
     What an edit put in stands at a point, and stock's own nodes don't: see syntax.place.
     """
-    bound, used = _bound_and_used(tree, outside=True)
-    for function in _outermost(tree):
-        own, theirs = _bound_and_used(function)
-        if (own | bound) & theirs:
-            return min((own | bound) & theirs)
-    return min(bound & used, default=None)
-
-
-def _missing(tree: ast.Module) -> str | None:
-    """A name that an edit reads and nothing in the module binds; None where there is none."""
-    bound: set[str] = set(dir(builtins))
-    read: set[str] = set()
+    outer = [s for s in outside_functions(tree.body) if isinstance(s, Function)]
+    scope = {id(node): function for function in outer for node in everything(function)}
+    ours: set[tuple[Function | None, str]] = set()  # bound by the edit, and in which function
+    theirs: set[tuple[Function | None, str]] = set()
+    read: set[str] = set()  # by the edit
+    bound = set(dir(builtins))
+    shared: set[str] = set()
     for node in everything(tree):
+        here = scope.get(id(node))
         if isinstance(node, ast.Name):
-            if not isinstance(node.ctx, ast.Load):
-                bound.add(node.id)
-            elif _inserted(node):
+            loads = isinstance(node.ctx, ast.Load)
+            if not _inserted(node):
+                theirs.add((here, node.id))
+            elif loads:
                 read.add(node.id)
+            else:
+                ours.add((here, node.id))
+            bound |= set() if loads else {node.id}
+        elif isinstance(node, ast.arg | ast.alias):
+            name = node.arg if isinstance(node, ast.arg) else node.asname or node.name.partition(".")[0]
+            bound.add(name)
+            ours |= {(here, name)} if _inserted(node) else set()
         elif isinstance(node, Definition | ast.ExceptHandler):
             bound.add(node.name or "")
-        elif isinstance(node, ast.alias):
-            bound.add(node.asname or node.name.partition(".")[0])
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-    return min(read - bound, default=None)
-
-
-def _outermost(node: ast.AST) -> Iterator[Function]:
-    """The functions that stand in no other function."""
-    for _, statement in statements(getattr(node, "body", [])):
-        if isinstance(statement, Function):
-            yield statement
-        elif isinstance(statement, ast.ClassDef):
-            yield from _outermost(statement)
-
-
-def _bound_and_used(node: ast.AST, outside: bool = False) -> tuple[set[str], set[str]]:
-    """The names that inserted nodes bind at or below node, and those that stock's use; outside: not in functions."""
-    bound: set[str] = set()
-    used: set[str] = set()
-    shared: set[str] = set()
-    waiting = [node]
-    for part in waiting:
-        waiting += [n for n in ast.iter_child_nodes(part) if not (outside and isinstance(n, Function))]
-        if isinstance(part, ast.Name):
-            if not _inserted(part):
-                used.add(part.id)
-            elif isinstance(part.ctx, ast.Store):
-                bound.add(part.id)
-        elif isinstance(part, ast.arg) and _inserted(part):
-            bound.add(part.arg)
-        elif isinstance(part, ast.alias) and _inserted(part):
-            bound.add(part.asname or part.name.partition(".")[0])
-        elif isinstance(part, ast.Global):
-            shared.update(part.names)
-    return bound - shared, used
+        elif isinstance(node, ast.Global):
+            shared.update(node.names)
+    clash = {name for here, name in theirs if {(here, name), (None, name)} & ours} - shared
+    if clash:
+        return f"needs the name {min(clash)}, and the source uses it"
+    missing = read - bound
+    return f"reads {min(missing)}, which the source doesn't have" if missing else None
 
 
 def _inserted(node: ast.expr | ast.arg | ast.alias) -> bool:
     return (node.lineno, node.col_offset) == (node.end_lineno, node.end_col_offset)
-
-
-def _compile(tree: ast.Module, filename: str) -> CodeType:
-    return compile(tree, filename, "exec", dont_inherit=True)
 
 
 def _decorated(node: ast.AST, prefix: str = "") -> Iterator[str]:

@@ -37,11 +37,9 @@ class Process:
 
     def __init__(self, series: Sequence[Patch], guards: Sequence[Guard]) -> None:
         self.series, self.guards = series, guards
-        self.settings = self._read()
-        self.site = Site(skipped=self.settings.skip)
+        self.site = Site()
         self.results: dict[str, Result] = {}
-        self._wanted = by_module(p for p in series if p.name not in self.settings.skip)
-        self._pending = set(self._wanted)  # modules not mended yet
+        self._choose()
         self._made: dict[str, tuple[Outcome, ...]] = {}  # of modules that are being imported
         self._prepared = self._registered = False
         self._kept: set[str] = set()  # guards that were switched off too late
@@ -109,6 +107,12 @@ class Process:
     def _read(self) -> settings.Settings:
         return settings.read([p.name for p in self.series] + [g.name for g in self.guards])
 
+    def _choose(self) -> None:
+        self.settings = self._read()
+        self.site = self.site._replace(skipped=self.settings.skip)
+        self._wanted = by_module(p for p in self.series if p.name not in self.settings.skip)
+        self._pending = set(self._wanted)  # modules not mended yet
+
     def working(self) -> list[Guard]:
         """The guards that are not switched off."""
         off = {g.name for g in self.guards} if self.settings.off else self.settings.skip
@@ -143,23 +147,20 @@ class Process:
             return
         if before.off or not self._prepared:
             self._prepared = False
-            self.site = self.site._replace(skipped=self.settings.skip)
-            self._wanted = by_module(p for p in self.series if p.name not in self.settings.skip)
-            self._pending = set(self._wanted)
+            self._choose()
             return
         for complaint in self.settings.complaints:
             self._warn(complaint)
         self.site = self.site._replace(skipped=self.settings.skip)
-        for patch in self.series:
-            if not self.settings.off and (patch.name not in self.settings.skip or patch.name in before.skip):
+        for patch in [p for patches in self._wanted.values() for p in patches]:
+            if not self.settings.off and patch.name not in self.settings.skip:
                 continue
-            if patch.name in self.results and self.results[patch.name].state == "applied":
+            if patch.name in self._names("applied"):
                 self._warn(f"{patch.name} is mended already: its switch came too late, set it where `ray start` runs")
-                continue
-            self.results[patch.name] = Result(patch, "skipped", "switched off after the platform door")
-            self._wanted[patch.module] = [p for p in self._wanted[patch.module] if p is not patch]
-            if not self._wanted[patch.module]:
-                self._pending.discard(patch.module)
+            else:
+                self.results[patch.name] = Result(patch, "skipped", "switched off after the platform door")
+        self._wanted = by_module(p for p in self.series if p.name not in self._names("skipped"))
+        self._pending &= self._wanted.keys()
         for guard in guarded:
             if guard not in self.working():
                 self._keep_guard(guard.name)
@@ -259,7 +260,9 @@ class Process:
         outcomes, way, unreached = mended.outcomes, "", []
         if mended.code is not None:
             try:
-                done = transplant(module, self._stock_code(name, loader, source, filename), mended)
+                stock = loader.get_code(name) if type(loader) is SourceFileLoader else None  # of its source's .pyc
+                stock = stock or compile(source, filename, "exec", dont_inherit=True)
+                done = transplant(module, stock, mended)
                 way, unreached = str(done), done.unreached
             except NotStock as doubt:
                 late = f"loaded before us: {doubt}"
@@ -267,12 +270,6 @@ class Process:
         self._record(outcomes, "applied", way)
         for holder in unreached:
             self._warn(f"{name} was loaded before us, and the old code stays in {holder}")
-
-    @staticmethod
-    def _stock_code(name: str, loader: Any, source: bytes | str, filename: str) -> CodeType:
-        """The module's code as it was when it was imported: from its .pyc, where that is its source's."""
-        code = loader.get_code(name) if type(loader) is SourceFileLoader else None
-        return code or compile(source, filename, "exec", dont_inherit=True)
 
     # What isn't loaded: only looked at
 

@@ -40,33 +40,38 @@ def statements(block: Block, into_definitions: bool = False) -> Iterator[tuple[B
                 yield from statements(inner, into_definitions)
 
 
-def holding(tree: ast.AST, node: ast.AST) -> tuple[Block, ast.stmt]:
+def outside_functions(block: Block) -> Iterator[ast.stmt]:
+    """Every statement that stands in no function, in classes too."""
+    for statement in block:
+        yield statement
+        if not isinstance(statement, Function):
+            for inner in blocks(statement):
+                yield from outside_functions(inner)
+
+
+def own_nodes(statement: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a statement without the statements inside it: of an `if` its test, of a function its header."""
+    for child in ast.iter_child_nodes(statement):
+        if not isinstance(child, ast.stmt):
+            yield child
+            yield from own_nodes(child)
+
+
+def holding(tree: ast.Module | Function, node: ast.AST) -> tuple[Block, ast.stmt]:
     """The innermost statement at which node stands, and the list that holds it. Raises ValueError where none does."""
-    found: tuple[Block, ast.stmt] | None = None
-    below = [tree]
-    while below:
-        inside = ((b, s) for n in below for b in blocks(n) for s in b if any(part is node for part in ast.walk(s)))
-        deeper = next(inside, None)
-        found, below = (deeper, [deeper[1]]) if deeper else (found, [])
-    if found is None:
-        raise ValueError("that node isn't in this tree")
-    return found
+    for block, statement in statements(tree.body, into_definitions=True):
+        if statement is node or any(part is node for part in own_nodes(statement)):
+            return block, statement
+    raise ValueError("that node isn't in this tree")
 
 
 def definitions(tree: ast.Module, qualified_name: str) -> list[Definition]:
     """The classes and functions of that dotted name, also those under `if` and `try`; inner functions don't count."""
-    found: list[Definition] = []
     owners: list[ast.Module | Definition] = [tree]
     for name in qualified_name.split("."):
-        found = [
-            statement
-            for owner in owners
-            for _, statement in statements(owner.body)
-            if isinstance(statement, Definition) and statement.name == name
-            if not isinstance(owner, Function)
-        ]
-        owners = list(found)
-    return found
+        inside = [s for owner in owners if not isinstance(owner, Function) for _, s in statements(owner.body)]
+        owners = [s for s in inside if isinstance(s, Definition) and s.name == name]
+    return [owner for owner in owners if isinstance(owner, Definition)]
 
 
 def function(tree: ast.Module, qualified_name: str) -> Function | None:
@@ -245,9 +250,7 @@ def parse_expression(code: str, at: ast.AST) -> ast.expr:
 
 def replace(block: Block, old: ast.stmt, new: Block) -> None:
     """Put new statements in the place of one statement of a block. Raises ValueError where old isn't in it."""
-    index = next((i for i, statement in enumerate(block) if statement is old), None)
-    if index is None:
-        raise ValueError(f"the statement at line {old.lineno} isn't in that block")
+    index = block.index(old)  # nodes are equal to themselves alone
     block[index : index + 1] = new
 
 
