@@ -10,7 +10,7 @@ for name in ("COLUMNS", "LINES", "PYTHONDONTWRITEBYTECODE"):  # the last: every 
 
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):
-        os.environ["TESTS_ANSWERS"] = tempfile.mkdtemp()  # of on_release.py
+        os.environ["TESTS_ANSWERS"] = tempfile.mkdtemp()  # of shared.py
 
 
 def pytest_unconfigure(config):

@@ -54,7 +54,9 @@ _pool = ThreadPoolExecutor(2)
 
 @functools.cache
 def _job(release: str) -> Future:
-    return _pool.submit(_run, release)
+    from shared import once
+
+    return _pool.submit(once, f"expert-parallel-{release}", functools.partial(_run, release))
 
 
 def report(release: str) -> dict:

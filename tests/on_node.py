@@ -40,9 +40,14 @@ OFF = "ROCM_FIXES_AITER_SAMPLER"
 
 @functools.cache
 def _jobs() -> dict[tuple[str, bool], Future]:
+    from shared import once
+
     pool = ThreadPoolExecutor(2)
     wanted = [(release, False) for release in RELEASES] + [(release, True) for release in DOORS]
-    return {key: pool.submit(_run, *key) for key in sorted(wanted)}
+    return {
+        key: pool.submit(once, f"node-{'-'.join(map(str, key))}", functools.partial(_run, *key))
+        for key in sorted(wanted)
+    }
 
 
 def report(release: str, side: str) -> dict:

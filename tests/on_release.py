@@ -8,7 +8,6 @@ so that none sees what another one imported. A check is a function of this file;
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import importlib
 import importlib.util
@@ -47,24 +46,16 @@ HAZARDS = ("aiter", "tilelang", "tvm", "mori", "deep_ep", "nixl_ep", "moonep", "
 
 @functools.cache
 def _jobs() -> dict[str, Future]:
+    from shared import once
+
     pool = ThreadPoolExecutor(2)
-    return {release: pool.submit(_shared, release) for release in RELEASES}
+    return {release: pool.submit(once, f"release-{release}", functools.partial(_run, release)) for release in RELEASES}
 
 
 def report(release: str, check: str) -> tuple[dict, dict]:
     """What stock and ours showed; all releases are started with the first question, two at a time."""
     answers = _jobs()[release].result()
     return answers["stock"][check], answers["ours"][check]
-
-
-def _shared(release: str) -> dict:
-    """What one of the worker processes of this run of the tests has found already, or finds now for all."""
-    answer = Path(os.environ["TESTS_ANSWERS"], f"{release}.json")
-    with answer.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not answer.exists():
-            answer.write_text(json.dumps(_run(release)))
-        return json.loads(answer.read_text())
 
 
 def _run(release: str) -> dict:
