@@ -2,12 +2,13 @@
 
 import ast
 import importlib.util
+import signal
 import sys
 import threading
 
 import pytest
 
-from vllm_rocm_fixes.late import defer
+from vllm_rocm_fixes.late import BINDER, defer, need
 from vllm_rocm_fixes.syntax import imports
 
 pytestmark = pytest.mark.unit
@@ -115,6 +116,7 @@ NOW_AND_THEN = {
     "a pattern": "match x:\n        case None:\n            return None\n        case A():\n            return 1",
     "an assertion's text": "assert x is None, A",
     "an inner function's header": "def inner(x: A) -> A: ...\n    return None",
+    "a handler's type": "try:\n        return None\n    except A:\n        return 1",
 }
 
 
@@ -175,6 +177,58 @@ def test_a_thread_that_asks_while_another_binds_waits_for_it(load):
     assert found == [1, 1] and module.waited == [1]
 
 
+def test_nobody_waits_for_a_name_that_is_not_bound_late_nor_for_another_module(load):
+    module, found = slow(load), []
+    other = {"__name__": "another"}
+    exec(f"def {BINDER}(name, names=('FLAG',)):\n    global FLAG\n    FLAG = 1\n", other)
+    binding = threading.Thread(target=module.use)
+    binding.start()
+    assert module.begun.wait(60)
+    asks = threading.Thread(target=lambda: found.extend([hasattr(module, "nobody_has_that"), need(other, "FLAG")]))
+    asks.start()
+    asks.join(5)
+    done = list(found)
+    module.go.set()
+    binding.join(60)
+    asks.join(60)
+    assert done == [False, None]
+
+
+def test_half_of_what_is_bound_is_never_seen_and_what_is_put_there_meanwhile_stays(load):
+    module = slow(load)
+    module.broken.append(LookupError())
+    found = []
+
+    def use():
+        with pytest.raises(LookupError) as raised:
+            module.use()
+        found.append(raised.value)
+
+    binding = threading.Thread(target=use)
+    binding.start()
+    assert module.begun.wait(60)
+    module.wait = "put there"
+    assert "FLAG" not in vars(module)
+    module.go.set()
+    binding.join(60)
+    assert found and module.wait == "put there"
+
+
+def test_a_signal_is_no_failure_of_a_name_that_is_read_now_and_then(load, tmp_path):
+    (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 15)\nraise SystemExit('a failed build')\n")
+    module = load("from killed import A\ndef use(x):\n    return x and A\n", "killed")
+
+    def told(number, frame):
+        raise SystemExit("told to stop")
+
+    before = signal.signal(signal.SIGTERM, told)
+    try:
+        with pytest.raises(SystemExit, match="told to stop"):
+            module.use(1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_what_is_interrupted_leaves_nothing_bound(load):
     module = slow(load)
     module.go.set()
@@ -212,9 +266,32 @@ def test_a_getattr_of_the_module_is_still_asked(load):
     assert (module.A, module.other) == (1, "OTHER")
 
 
+CAPTURES = """
+def handled():
+    try:
+        raise OSError("why")
+    except OSError as A:
+        kept = A
+        return kept
+def matched(x):
+    found = []
+    match x:
+        case [A]:
+            found.append(A)
+    match x:
+        case [*A]:
+            found.append(A)
+    match {"k": x}:
+        case {"k": _, **A}:
+            found.append(A)
+    return found
+"""
+
+
 def test_an_existing_local_name_is_not_an_import(load):
-    module = load("from heavy import A\ndef use(A):\n    return A\ndef bind():\n    A = 3\n    return A\n")
+    module = load("from heavy import A\ndef use(A):\n    return A\ndef bind():\n    A = 3\n    return A\n" + CAPTURES)
     assert (module.use(5), module.bind(), sys.heavy_count) == (5, 3, 0)
+    assert (str(module.handled()), module.matched([4]), sys.heavy_count) == ("why", [4, [4], {}], 0)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +303,8 @@ def test_an_existing_local_name_is_not_an_import(load):
         "A = None\nif True:\n    from heavy import A\n",
         "from heavy import *\n",
         "x = 1\n",
+        "from heavy import A\n__getattr__ = len\n",
+        "from heavy import A\nif True:\n    def __getattr__(name): ...\n",
     ],
 )
 def test_what_cannot_be_deferred_is_refused(source):

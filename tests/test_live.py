@@ -131,6 +131,15 @@ def test_holders_that_keep_the_old_code_are_named():
     assert "plain, held by a list" in done.unreached and registry
 
 
+def test_methods_of_a_class_that_a_changed_function_made_are_named():
+    source = "def maker():\n    class Made:\n        def word(self):\n            return 'stock'\n    return Made\n"
+    goods = load(source)
+    made = goods.maker()()
+    done = mend(goods, source.replace("stock", "mended"), source)
+    assert "functions that maker has made already" in done.unreached and made.word() == "stock"
+    assert goods.maker()().word() == "mended"
+
+
 @pytest.mark.parametrize("how", ["replaced", "wrapped", "method", "gone", "code"])
 def test_a_function_that_is_not_stocks_is_left_alone(how):
     goods, holder = load(), []

@@ -113,9 +113,10 @@ def test_a_patch_may_refuse_a_site_and_says_why():
     ],
     ids=["free", "read", "bound", "inside"],
 )
-def test_an_edit_takes_no_name_that_its_function_uses(body, applied):
+@pytest.mark.parametrize("code", ["from os import getcwd as helper", "def helper(): ...", "class helper: ..."])
+def test_an_edit_takes_no_name_that_its_function_uses(body, applied, code):
     def edit(tree):
-        tree.body[0].body[:0] = parse_statements("from os import getcwd as helper", tree.body[0].body[0])
+        tree.body[0].body[:0] = parse_statements(code, tree.body[0].body[0])
         for constant in [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value == "early"]:
             constant.value = "late"
 
@@ -125,12 +126,13 @@ def test_an_edit_takes_no_name_that_its_function_uses(body, applied):
     assert applied or "needs the name helper" in done.outcomes[0].failed
 
 
+@pytest.mark.parametrize("elsewhere", ["", "def g():\n    import platform\n"])
 @pytest.mark.parametrize("platform", ["platform", "platform_x"])
-def test_an_edit_reads_no_name_that_the_module_lacks(platform):
+def test_an_edit_reads_no_name_that_the_module_lacks(platform, elsewhere):
     def edit(tree):
         code = "return 'late' if platform.is_rocm() else len('late')"
         tree.body[1].body = parse_statements(code, tree.body[1].body[0])
 
-    done = mend(f"import {platform}\ndef f():\n    return 'early'\n", "m.py", [patch(mend=edit)])
+    done = mend(f"import {platform}\ndef f():\n    return 'early'\n{elsewhere}", "m.py", [patch(mend=edit)])
     assert done.outcomes[0].applied == (platform == "platform")
     assert done.outcomes[0].applied or "reads platform" in done.outcomes[0].failed

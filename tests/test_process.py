@@ -371,6 +371,53 @@ def test_a_guard_that_an_applied_patch_needs_stays(shelf, after, refuse):
     assert warned == [f"{said} ({why})"]
 
 
+def test_what_was_switched_off_at_the_platform_door_stays_off(shelf):
+    before, after, line, f = child(
+        shelf,
+        """
+        installed = []
+        guard = Guard("safe", (), None, "", (), lambda: "", lambda: installed.append("safe"))
+        os.environ["ROCM_FIXES_SKIP"] = "safe,early"
+        refuse = lambda site: "not without safe" if "safe" in site.skipped else None
+        p = process.Process([patch("early"), patch("late", refuse=refuse)], (guard,))
+        p.prepare()
+        before = list(installed)
+        del os.environ["ROCM_FIXES_SKIP"]
+        p.register()
+        import vllm.late
+        print(json.dumps([before, {n: r.state for n, r in p.results.items()}, p.line(), vllm.late.f()]))
+        """,
+    )
+    assert (before, after, f) == ([], {"early": "skipped", "late": "refused"}, "stock")
+    assert line.endswith("guards none")
+
+
+def test_a_loader_that_changes_the_source_itself_keeps_stock(shelf):
+    results, f, g = child(
+        shelf,
+        """
+        from importlib.machinery import PathFinder, SourceFileLoader
+        class Typed(SourceFileLoader):
+            def source_to_code(self, data, path, *, _optimization=-1):
+                return super().source_to_code(bytes(data).replace(b"f()", b"g()"), path)
+        class TypedFinder:
+            @staticmethod
+            def find_spec(name, path=None, target=None):
+                spec = PathFinder.find_spec(name, path, target) if name == "vllm.late" else None
+                if spec:
+                    spec.loader = Typed(name, spec.origin)
+                return spec
+        sys.meta_path.insert(0, TypedFinder)
+        p = process.Process([patch("late"), patch("early")], ())
+        p.register()
+        import vllm.late, vllm.early
+        print(json.dumps([state(p), vllm.late.g(), vllm.early.f()]))
+        """,
+    )
+    assert (f, g) == ("stock", "mended") and results["early"][0] == "applied"
+    assert results["late"][0] == "unknown" and "Typed, somebody else's loader" in results["late"][1]
+
+
 def test_anothers_tests_in_site_packages_are_not_looked_at(shelf):
     code = """
         p = process.Process([patch("helpers", module="tests.utils")], ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from itertools import pairwise
 
 logger = logging.getLogger("vllm.rocm_fixes")
@@ -35,12 +36,16 @@ def count_as_absent(package: str, error: BaseException) -> None:
 
 
 def _from_handler(error: BaseException) -> bool:
-    """A signal handler raised it: its frame was handed the signal's number and the frame that it interrupted."""
+    """A signal handler raised it: one that is set, or one that was handed a number and the interrupted frame."""
+    set_now = map(signal.getsignal, signal.valid_signals())
+    known = {getattr(getattr(h, "__func__", getattr(h, "func", h)), "__code__", None) for h in set_now}
     step = error.__traceback__
     while step is not None and step.tb_next is not None:
+        if step.tb_next.tb_frame.f_code in known:
+            return True
         values = list(step.tb_next.tb_frame.f_locals.values())
         values = [v for value in values for v in (value if type(value) is tuple else (value,))]
-        if any(type(a) is int and b is step.tb_frame for a, b in pairwise(values)):
+        if any(isinstance(a, int) and b is step.tb_frame for a, b in pairwise(values)):
             return True
         step = step.tb_next
     return False

@@ -114,7 +114,7 @@ class Loader:
                 self.stock.exec_module(module)
             else:
                 binder = module.__dict__.get("_rocm_fixes_late")
-                for late in binder.__code__.co_names if binder else ():  # a reload binds anew what stock imports here
+                for late in binder.__defaults__[0] if binder else ():  # a reload binds anew what stock imports here
                     module.__dict__.pop(late, None)
                 exec(code, module.__dict__)
                 self._finder.executed(name)
@@ -158,6 +158,9 @@ def source_of(name: str, loader: Any, origin: str | None) -> tuple[bytes | str, 
     Bytes where there is a file, so that its encoding is the parser's business. Raises what reading raises, and
     ImportError where there is no source.
     """
+    compiles = getattr(type(loader), "source_to_code", None)
+    if compiles and not compiles.__module__.startswith(("importlib.", "_frozen_importlib")):
+        raise ImportError(f"{type(loader).__name__}, somebody else's loader, changes the source by itself")
     if origin and origin.endswith(".py") and os.path.isfile(origin):
         return Path(origin).read_bytes(), origin
     source: str | None = loader.get_source(name) if hasattr(loader, "get_source") else None

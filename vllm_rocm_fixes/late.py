@@ -14,13 +14,14 @@ Once bound, a name is an ordinary global as in stock: what a test or a plugin ha
 from __future__ import annotations
 
 import ast
-import contextlib
 import copy
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any
 
+from .failures import is_interruption
 from .syntax import (
     Block,
     Definition,
@@ -88,10 +89,11 @@ def movable(block: Block) -> list[str]:
 def binding(bound: Sequence[str], at: ast.stmt) -> tuple[ast.FunctionDef, Block]:
     """A function that binds these names of the module once it has a body, for a patch that moves statements by itself.
 
-    Returns it, and it with a `__getattr__` that asks it: they go before the statement `at`.
+    Returns it, and it with a `__getattr__` that asks it: they go before the statement `at`. Its second argument, which
+    nobody gives, tells the names.
     """
-    code = f"def {BINDER}(name):\n    global {', '.join(bound)}\n    if name not in {tuple(bound)!r}:\n        return\n"
-    new = parse_statements(code + _GETATTR, at)
+    code = f"def {BINDER}(name, names={tuple(bound)!r}):\n    global {', '.join(bound)}\n{_GETATTR}"
+    new = parse_statements(code, at)
     binder = new[0]
     assert isinstance(binder, ast.FunctionDef)
     return binder, new
@@ -117,7 +119,7 @@ def count_as_absent(attempt: ast.Try, package: str) -> None:
 def need(namespace: dict[str, Any], *names: str) -> None:
     """Bind deferred names in a module's namespace. Raises what their import raises, and NameError as stock would."""
     for name in names:
-        if name not in namespace and BINDER in namespace:
+        if name not in namespace:
             _bind(namespace, name)
         if name not in namespace:
             raise NameError(f"name {name!r} is not defined: the conditions for its import do not hold", name=name)
@@ -126,8 +128,11 @@ def need(namespace: dict[str, Any], *names: str) -> None:
 def offer(namespace: dict[str, Any], *names: str) -> None:
     """Bind deferred names that may be read; where that fails, the name has no value, as in stock."""
     for name in names:
-        with contextlib.suppress(Exception, SystemExit):
+        try:
             need(namespace, name)
+        except (Exception, SystemExit) as error:
+            if is_interruption(error):
+                raise
 
 
 def resolve(namespace: dict[str, Any], name: str) -> object:
@@ -145,36 +150,27 @@ def resolve(namespace: dict[str, Any], name: str) -> object:
 def _bind(namespace: dict[str, Any], name: str) -> None:
     """Run the statements that bind a name as an import would be: others wait, and it is done or nothing is.
 
-    What a test or a plugin has put in the place of a name that is bound with it stays there.
+    They run beside the module, with its names as they are now: nobody sees half of what they bind, and what a test or
+    a plugin has put there, or puts there meanwhile, stays.
     """
-    lock = _lock
+    binder = namespace.get(BINDER)
+    if binder is None or name not in binder.__defaults__[0]:
+        return
+    lock = _locks.setdefault(namespace.get("__name__"), threading.RLock())
     held = lock.acquire(timeout=_PATIENCE)
     try:
-        if name in namespace:
-            return
-        binder = namespace[BINDER]
-        before = {other: namespace[other] for other in binder.__code__.co_names if other in namespace}
-        try:
-            binder(name)
-        except BaseException:
-            for other in set(binder.__code__.co_names) - set(before):
-                namespace.pop(other, None)
-            raise
-        finally:
-            namespace.update(before)
+        if name not in namespace:
+            beside = dict(namespace)
+            FunctionType(binder.__code__, beside)(name, ())
+            late = (n for n in binder.__defaults__[0] if n in beside and n not in namespace)
+            namespace.update({n: beside[n] for n in late})
     finally:
         if held:
             lock.release()
 
 
-def _renew_lock() -> None:
-    """A forked child has none of the threads that may hold the lock."""
-    global _lock  # noqa: PLW0603
-    _lock = threading.RLock()
-
-
-_lock = threading.RLock()
-os.register_at_fork(after_in_child=_renew_lock)
+_locks: dict[str | None, threading.RLock] = {}  # of each module
+os.register_at_fork(after_in_child=_locks.clear)  # the child has none of the threads that may hold one
 
 
 def _take(block: Block, chosen: Callable[[ast.stmt], bool]) -> list[Block]:
@@ -201,6 +197,8 @@ def _take(block: Block, chosen: Callable[[ast.stmt], bool]) -> list[Block]:
 def _answered(tree: ast.Module, names: list[str]) -> bool:
     """Let the `__getattr__` that a module has find the names, and itself everything else; False where it has none."""
     existing = [s for s in tree.body if isinstance(s, ast.FunctionDef) and s.name == "__getattr__"]
+    if not existing and "__getattr__" in _bound(tree.body):
+        raise ValueError("the module's __getattr__ is no plain function")
     if existing:
         name = existing[-1].args.args[0].arg
         answer = f"if {name} in {tuple(names)!r}:\n    from vllm_rocm_fixes.late import resolve\n"
@@ -261,6 +259,7 @@ _PERHAPS: dict[type[ast.AST], tuple[tuple[str, ...], str]] = {
     ast.Assert: (("msg",), ""),
     ast.match_case: (("pattern", "guard"), ""),
     ast.comprehension: (("ifs",), ""),
+    ast.ExceptHandler: (("type",), ""),
     **{kind: (("elt",), "generators") for kind in (ast.ListComp, ast.SetComp, ast.GeneratorExp)},
     ast.DictComp: (("key", "value"), "generators"),
     ast.arg: (("annotation",), ""),
@@ -317,4 +316,7 @@ def _locals(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     every = [s for _, s in statements(function.body)]
     shared = {name for s in every if isinstance(s, ast.Global) for name in s.names}
     arguments = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
-    return (arguments | set(_bound(function.body))) - shared
+    kinds = (ast.ExceptHandler, ast.MatchAs, ast.MatchStar, ast.MatchMapping)
+    captures = [node for s in every for node in own_nodes(s) if isinstance(node, kinds)]
+    captured = {getattr(node, "name", getattr(node, "rest", None)) or "" for node in captures}
+    return (arguments | captured | set(_bound(function.body))) - shared

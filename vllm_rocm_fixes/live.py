@@ -216,10 +216,16 @@ def _left_behind(name: str, was: CodeType, becomes: CodeType) -> list[str]:
                 unreached.append(f"{name}, which is running now")
             elif not isinstance(holder, FrameType | CellType | tuple):  # ours, or the constants of code that has run
                 unreached.append(f"{name}, held by a {type(holder).__name__}")
-    inner = [c for c in was.co_consts if isinstance(c, CodeType) and not any(same(c, d) for d in becomes.co_consts)]
+    inner = [c for c in _inside(was) if not any(same(c, d) for d in _inside(becomes))]
     if inner and any(type(holder) is FunctionType for holder in gc.get_referrers(*inner)):
         unreached.append(f"functions that {name} has made already")
     return list(dict.fromkeys(unreached))
+
+
+def _inside(code: CodeType) -> list[CodeType]:
+    """What a function's code makes functions of, those of the classes that it makes too."""
+    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+    return inner + [c for body in inner if not body.co_flags & _OPTIMIZED for c in _inside(body)]
 
 
 def _references(code: CodeType) -> int:

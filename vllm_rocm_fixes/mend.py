@@ -87,8 +87,8 @@ def _complaint(tree: ast.Module) -> str | None:
     scope = {id(node): function for function in outer for node in everything(function)}
     ours: set[tuple[Function | None, str]] = set()  # bound by the edit, and in which function
     theirs: set[tuple[Function | None, str]] = set()
-    read: set[str] = set()  # by the edit
-    bound = set(dir(builtins))
+    read: set[tuple[Function | None, str]] = set()  # by the edit
+    bound: set[tuple[Function | None, str]] = set()
     shared: set[str] = set()
     for node in everything(tree):
         here = scope.get(id(node))
@@ -97,26 +97,29 @@ def _complaint(tree: ast.Module) -> str | None:
             if not _inserted(node):
                 theirs.add((here, node.id))
             elif loads:
-                read.add(node.id)
+                read.add((here, node.id))
             else:
                 ours.add((here, node.id))
-            bound |= set() if loads else {node.id}
+            bound |= set() if loads else {(here, node.id)}
         elif isinstance(node, ast.arg | ast.alias):
             name = node.arg if isinstance(node, ast.arg) else node.asname or node.name.partition(".")[0]
-            bound.add(name)
+            bound.add((here, name))
             ours |= {(here, name)} if _inserted(node) else set()
         elif isinstance(node, Definition | ast.ExceptHandler):
-            bound.add(node.name or "")
+            here = None if node in outer else here
+            bound.add((here, node.name or ""))
+            ours |= {(here, node.name or "")} if _inserted(node) else set()
         elif isinstance(node, ast.Global):
             shared.update(node.names)
     clash = {name for here, name in theirs if {(here, name), (None, name)} & ours} - shared
     if clash:
         return f"needs the name {min(clash)}, and the source uses it"
-    missing = read - bound
+    known = {name for here, name in bound if here is None} | shared | set(dir(builtins))
+    missing = {name for here, name in read - bound} - known
     return f"reads {min(missing)}, which the source doesn't have" if missing else None
 
 
-def _inserted(node: ast.expr | ast.arg | ast.alias) -> bool:
+def _inserted(node: ast.stmt | ast.expr | ast.excepthandler | ast.arg | ast.alias) -> bool:
     return (node.lineno, node.col_offset) == (node.end_lineno, node.end_col_offset)
 
 

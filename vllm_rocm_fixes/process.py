@@ -149,6 +149,7 @@ class Process:
             self._prepared = False
             self._choose()
             return
+        self.settings = self.settings._replace(skip=self.settings.skip | before.skip)  # it's too late to switch on
         for complaint in self.settings.complaints:
             self._warn(complaint)
         self.site = self.site._replace(skipped=self.settings.skip)
@@ -228,7 +229,7 @@ class Process:
         """The mended code of a module that is being imported, None where stock is kept."""
         with self._keeping_stock(module):
             source, filename = source_of(module, loader, origin)
-            mended = store.mended(source, filename, self._wanted[module], self.site)
+            mended = store.mended(source, filename, self._wanted.get(module, ()), self.site)
             for needed in _called(mended.code) if mended.code else ():
                 import_module(needed)  # now: by the time it is called the overlay may be uninstalled, or another one
             self._record(mended.outcomes, "waiting", "when it is imported")
@@ -294,7 +295,7 @@ class Process:
             yield
         except Exception as error:
             verdict = unknown(f"{type(error).__name__}: {error}")
-            self._record(Outcome(patch, verdict) for module in modules for patch in self._wanted[module])
+            self._record(Outcome(patch, verdict) for module in modules for patch in self._wanted.get(module, ()))
 
     def _record(self, outcomes: Iterable[Outcome], applied: State = "applied", way: str = "") -> None:
         for patch, verdict, refused, failed in outcomes:
