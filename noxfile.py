@@ -16,7 +16,8 @@ nox.options.error_on_missing_interpreters = False
 nox.options.reuse_existing_virtualenvs = True
 PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
 # The tests that take the engine alone; what starts a vLLM is the same on every Python, and takes minutes.
-ENGINE = [f"tests/test_{name}.py" for name in ("mend", "rewrite", "importing", "live", "late", "process", "settings")]
+PARTS = ("mend", "rewrite", "importing", "live", "late", "failures", "process", "settings")
+ENGINE = [f"tests/test_{name}.py" for name in PARTS]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-rocm-fixes"
 NEWEST = Path(os.environ.get("ROCM_FIXES_CACHE") or CACHE).absolute() / "python3.14"
 
