@@ -72,10 +72,11 @@ def behaves() -> str | None:
     `vllm-rocm-fixes verify` asks, in a child.
     """
     from vllm_rocm_fixes.checks import CannotAsk
+    from vllm_rocm_fixes.trial import NOT_FROM_HERE
 
     if importlib.util.find_spec("amdsmi") is None:
         raise CannotAsk("amdsmi isn't installed here")
-    command = [sys.executable, "-c", _CHILD]
+    command = [sys.executable, "-c", NOT_FROM_HERE + _CHILD]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     last = done.stderr.strip().rpartition("\n")[2]
     return f"where amdsmi gives no architecture: {last}" if done.returncode else None

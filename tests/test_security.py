@@ -13,7 +13,9 @@ import pytest
 from shelves import CHILD, environment, run, shelf
 
 import vllm_rocm_fixes
-from vllm_rocm_fixes import patches
+from vllm_rocm_fixes import behaviour, patches, trial
+from vllm_rocm_fixes.cli import verify
+from vllm_rocm_fixes.patches import platform_import
 
 pytestmark = pytest.mark.unit
 ENGINE = Path(vllm_rocm_fixes.__file__).parent
@@ -66,6 +68,45 @@ def test_every_program_is_started_as_a_list():
                 assert ast.unparse(command.elts[0]) == "sys.executable", (path, call.lineno)
             else:
                 assert isinstance(command, ast.Name) and command.id == "command", (path, call.lineno)
+
+
+def test_no_program_text_is_started_that_keeps_the_working_directory_on_its_path():
+    """python -c puts it first, and there another user may have left a json.py."""
+    texts = [
+        ast.unparse(words.elts[place + 1])
+        for tree in parsed().values()
+        for words in ast.walk(tree)
+        if isinstance(words, ast.List)
+        for place, word in enumerate(words.elts)
+        if isinstance(word, ast.Constant) and word.value == "-c"
+    ]
+    assert len(texts) == 4 and all(text.startswith("NOT_FROM_HERE + ") for text in texts), texts
+
+
+CHILDREN = {
+    "trial": lambda: trial.trial("colorsys", "another place") is not None,
+    "verify": lambda: verify._json_of("import json; print(json.dumps({}))", os.environ, 60) == {},
+    "behaviour": lambda: behaviour._stock_fails(["no_such_module"]) == ["no_such_module"],
+    "platform_import": lambda: "amdsmi" in platform_import.behaves(),
+}
+
+
+@pytest.mark.parametrize("child", CHILDREN)
+def test_a_child_imports_nothing_from_the_working_directory(tmp_path, monkeypatch, child):
+    told = tmp_path / "told"
+    (tmp_path / "here").mkdir()
+    for name in ("amdsmi", "ctypes", "json", "resource", "signal", "torch", "vllm"):
+        (tmp_path / "here" / f"{name}.py").write_text(f"open({str(told)!r}, 'a').write({name!r} + ' ')\n")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "vllm.py").write_text("")  # as good as no vLLM: a real one takes its time
+    path = filter(None, (str(tmp_path / "there"), os.environ.get("PYTHONPATH")))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setattr(platform_import.importlib.util, "find_spec", lambda name: name)
+    done = CHILDREN[child]()
+    assert not told.exists(), told.read_text()
+    assert done
 
 
 WATCH = textwrap.dedent("""\

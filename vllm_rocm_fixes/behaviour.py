@@ -31,6 +31,7 @@ from .live import functions, same
 from .mend import mend
 from .patch import Mended, Patch
 from .process import Process
+from .trial import NOT_FROM_HERE
 
 CLAIMS = ("applied", "waiting")
 # Imports each module in a fork of its own: what one that fails leaves behind isn't the other's fault.
@@ -162,7 +163,8 @@ def _stock_fails(modules: list[str]) -> list[str]:
     """Those that can't be imported without the overlay; ROCm's platform can't beside a CPU torch."""
     if not modules:
         return []
-    command, environ = [sys.executable, "-c", _STOCK, *modules], {**os.environ, "ROCM_FIXES": "off"}
+    command = [sys.executable, "-c", NOT_FROM_HERE + _STOCK, *modules]
+    environ = {**os.environ, "ROCM_FIXES": "off"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     failing: list[str] = json.loads(done.stdout.strip().rpartition("\n")[2]) if done.returncode == 0 else modules
     return failing

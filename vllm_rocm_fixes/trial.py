@@ -25,6 +25,13 @@ _CUT = 300  # characters of a reason, which becomes one line in a log
 # Signals that are sent to a process from outside; they say nothing about the package.
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
+# What every program text for python -c begins with: that puts the working directory first on its path, where another
+# user may have left a json.py.
+NOT_FROM_HERE = """
+import sys
+if sys.path[:1] == [""]:
+    del sys.path[0]
+"""
 _CHILD = """
 import ctypes, json, os, signal, sys
 answer, rest = os.dup(1), sys.argv.pop()
@@ -122,7 +129,7 @@ def _run(wanted: list[Any], seconds: float, said: Any, told: Any) -> int | None:
     # Off: if the package imports vLLM, that one shall not start children of its own.
     environment = {**os.environ, "ROCM_FIXES": "off"}
     child = subprocess.Popen(
-        [sys.executable, *flags, "-c", _CHILD, given],
+        [sys.executable, *flags, "-c", NOT_FROM_HERE + _CHILD, given],
         stdin=subprocess.DEVNULL,
         stdout=said,
         stderr=told,

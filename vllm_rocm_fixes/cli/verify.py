@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import doors, node, traces
 from ..start import GPU, STEPS, start
+from ..trial import NOT_FROM_HERE
 from . import Stop, add_command, add_vllm_option, all_patches, installation, number
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ def _measure(package: str) -> dict[str, Any] | None:
 
 def _json_of(code: str, environ: Mapping[str, str], limit: float, *arguments: str) -> dict[str, Any]:
     """What a child prints as JSON in its last line; {"error": ...} where it doesn't."""
-    command = [sys.executable, "-c", code, *arguments]
+    command = [sys.executable, "-c", NOT_FROM_HERE + code, *arguments]
     try:
         done = subprocess.run(
             command, env=environ, capture_output=True, text=True, timeout=limit, check=False, stdin=subprocess.DEVNULL
