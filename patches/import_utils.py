@@ -6,7 +6,7 @@ package to find out, in whichever process asks (#44035).
 What a user sees. The probe itself initialises HIP, puts TileLang's stub before the real runtime (0.23.0 to 0.27.1,
 `has_tilelang` at module scope of layers/mhc.py), or ends the process where the package does: nixl_ep on a processor
 without AVX (#52885). Each failure is a warning with a traceback.
-The edit. `_has_module` asks answer() below first: no spec, no package; loaded already, yes; otherwise one trial in a
+The edit. `_has_module` asks answer() below first: no spec, no package; loaded already, yes; otherwise a trial in a
 child process, and one line where it fails. Stock's own code answers where no child can be had, for what is part of vLLM
 (vllm.third_party), and for triton_kernels, which has_triton_kernels imports into this process anyway. has_tilelang asks
 for the spec alone. What looks into deep_ep for its second interface asks the same child.

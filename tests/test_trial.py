@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 from native import packages
@@ -234,6 +235,58 @@ def test_an_attribute_that_is_made_when_asked_for(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert [trial("makes", None, name).ok for name in ("Made", "Other", "")] == [True, False, True]
+
+
+@pytest.fixture
+def with_torch(tmp_path, monkeypatch):
+    """A torch that this process has loaded; what its file is, and how often children imported that."""
+    log = tmp_path / "torch_imports"
+
+    def call(then=""):
+        (tmp_path / "torch.py").write_text(f"open({str(log)!r}, 'a').write('x')\n{then}\n")
+        (tmp_path / "needs_torch.py").write_text(
+            "import sys, time\n"
+            "if 'torch' not in sys.modules:\n"
+            "    raise ImportError('libc10.so: cannot open shared object file')\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+        return lambda: len(log.read_text()) if log.exists() else 0
+
+    return call
+
+
+def test_what_needs_the_libraries_of_a_torch_that_is_loaded(with_torch, monkeypatch):
+    imported = with_torch("print('torch speaks')")
+    assert trial("pure").ok and not imported(), "where it goes without, torch costs nothing"
+    assert trial("needs_torch").ok and imported() == 1
+    assert trial("raises_other") == Trial(False, "RuntimeError: no such GPU") and imported() == 2
+    assert trial("nothing_of_that_name") is None and imported() == 2
+    monkeypatch.delitem(sys.modules, "torch")
+    assert trial("raises_import_error") == Trial(False, "ImportError: a part is missing") and imported() == 2
+
+
+@pytest.mark.parametrize(
+    "then", ["raise ImportError('torch')", "import os; os.abort()", "import time; time.sleep(600)"]
+)
+def test_a_torch_that_a_child_cannot_import_tells_nothing_of_a_package(with_torch, monkeypatch, then):
+    imported = with_torch(then)
+    monkeypatch.setattr(module, "SECONDS", 3.0)
+    start = time.monotonic()
+    assert trial("needs_torch") == Trial(False, "ImportError: libc10.so: cannot open shared object file")
+    assert imported() == 1 and time.monotonic() - start < 10
+
+
+def test_the_limit_is_that_of_both_trials(with_torch, tmp_path, monkeypatch):
+    imported = with_torch()
+    (tmp_path / "slow.py").write_text(
+        "import sys, time\ntime.sleep(600 if 'torch' in sys.modules else 1.6)\nraise ImportError('no')\n"
+    )
+    monkeypatch.setattr(module, "SECONDS", 4.0)
+    start = time.monotonic()
+    assert trial("slow") == Trial(False, "the import took more than 4 s") and imported() == 1
+    assert time.monotonic() - start < 6
+    assert trial("hangs") == Trial(False, "the import took more than 4 s") and imported() == 1
 
 
 def test_no_child_no_answer(monkeypatch):

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from typing import Any, NamedTuple
 
 _LOG = logging.getLogger("vllm.rocm_fixes.trial")
@@ -36,7 +37,7 @@ _CHILD = """
 import ctypes, json, os, signal, sys
 answer, rest = os.dup(1), sys.argv.pop()
 os.dup2(2, 1)  # what the package prints is no answer
-name, attribute, path, parent = json.loads(rest)
+name, attribute, torch, path, parent = json.loads(rest)
 sys.path[:] = path
 # PR_SET_PDEATHSIG: when the parent is gone this ends, whatever the package does with signals and handlers.
 ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGKILL))
@@ -49,6 +50,8 @@ try:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 except Exception:
     pass
+if torch:
+    import torch
 found = {"ok": False, "lost": False, "reason": "", "names": []}
 os.write(answer, b"\\n")  # from here on it is the import
 try:
@@ -86,7 +89,7 @@ def trial(name: str, place: object = None, attribute: str = "") -> Trial | None:
     with _lock[0]:  # two threads that ask at the same time start one child
         key = name, place, attribute
         if key not in _known:
-            _known[key] = _try(name, attribute, SECONDS)
+            _known[key] = _try(name, attribute)
         return _known[key]
 
 
@@ -98,17 +101,27 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _try(name: str, attribute: str, seconds: float) -> Trial | None:
+def _try(name: str, attribute: str) -> Trial | None:
+    """Without torch, which is quick; what fails so may need the libraries of the torch that this process has loaded."""
+    end = time.monotonic() + SECONDS
+    found = _try_once(name, attribute, False, SECONDS)
+    left = round(end - time.monotonic())
+    if found and not found.ok and sys.modules.get("torch") and left > 0:
+        return _try_once(name, attribute, True, left) or found
+    return found
+
+
+def _try_once(name: str, attribute: str, torch: bool, seconds: float) -> Trial | None:
     try:
         with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
-            code = _run([name, attribute, sys.path], seconds, said, told)
+            code = _run([name, attribute, torch, sys.path], seconds, said, told)
             answer, errors = (_read(file) for file in (said, told))
     except Exception:  # no fork allowed, no space for its output: it can't be found out
         return None
     if not answer:  # not an interpreter, or one that can't start: the package has no part in that
         return None
     if code is None:
-        return Trial(False, f"the import took more than {seconds:g} s")
+        return Trial(False, f"the import took more than {SECONDS:g} s")
     try:
         found = json.loads(answer)
     except ValueError:
