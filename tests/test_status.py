@@ -389,6 +389,38 @@ def test_a_reader_that_has_enough_is_no_error():
     assert done.stdout.startswith("Description: ") and "Traceback" not in done.stderr
 
 
+FULL = 2, "vllm-rocm-fixes: stdout can't be written: No space left on device\n"
+CLOSED = 2, "vllm-rocm-fixes: stdout can't be written: it is closed\n"
+
+
+@pytest.mark.parametrize(
+    ("stdout", "arguments", "wanted"),
+    [
+        *((">/dev/full", arguments, FULL) for arguments in ("ps", "diff sampler --vllm {}", "trace -- true", "--help")),
+        *((">&-", arguments, CLOSED) for arguments in ("ps", "diff sampler --vllm {}", "--version")),
+        *(("> >(exec true)", arguments, (141, "")) for arguments in ("ps", "diff sampler --vllm {}", "--help")),
+    ],
+)
+def test_output_that_goes_nowhere(stdout, arguments, wanted):
+    text = f'exec {stdout}; sleep 0.2; exec "$@"'  # the reader is gone before anything is written
+    words = [sys.executable, "-m", "vllm_rocm_fixes", *arguments.format(tree("0.23.0")).split()]
+    environ = {k: v for k, v in CLEAN.items() if k != "PYTHONUNBUFFERED"}  # argparse hides what its own write raises
+    done = subprocess.run(["bash", "-c", text, "bash", *words], env=environ, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == wanted
+
+
+@pytest.mark.parametrize("switches", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
+def test_what_the_terminal_has_no_character_for(root, switches):
+    """Such a character comes from a file, or from the name of one."""
+    file = root / "vllm" / "_version.py"
+    file.write_text(file.read_text(encoding="utf-8").replace("0.23.0", "0.23.0+ü"), encoding="utf-8")
+    command = [sys.executable, "-m", "vllm_rocm_fixes", "status", "--vllm", str(root.rename(root.with_name("größe")))]
+    done = subprocess.run(command, env=CLEAN | switches, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    name = r"gr\xf6\xdfe" if len(switches) == 1 else r"gr\udcc3\udcb6\udcc3\udc9fe"
+    assert r"vLLM 0.23.0+\xfc in " in done.stdout and f"/{name} " in done.stdout
+
+
 def complete(words):
     line = f"{sys.executable} -m vllm_rocm_fixes --completion bash"
     text = f"""eval "$({line})"; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _vllm_rocm_fixes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -147,7 +148,34 @@ def build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status; argparse ends the process itself for --help and bad options."""
+    """Run one command. Returns the exit status; --help, bad options and output that goes nowhere end the process."""
+    if sys.stdout is None:
+        print(f"{PROGRAM}: stdout can't be written: it is closed", file=sys.stderr)
+        return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what it has no character for, such as in a file's name
+    try:
+        return _main(argv)
+    except OSError:
+        _flush("\n")  # if stdout takes no more, that was it
+        raise
+    finally:
+        _flush()
+
+
+def _flush(more: str = "") -> None:
+    """Write out what was printed; end the process where stdout doesn't take it."""
+    try:
+        print(end=more, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python tries again when it ends
+        if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has what it wanted
+            sys.exit(141)
+        print(f"{PROGRAM}: stdout can't be written: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     wanted = arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS
     parser = build_parser(wanted)
@@ -161,13 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             parser.error(f"a command is needed: {', '.join(COMMANDS)}")
         status: int = args.run(args)
-        sys.stdout.flush()
         return status
     except Stop as stop:
         print(f"{PROGRAM}: {stop}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141

@@ -81,19 +81,20 @@ def run(args: argparse.Namespace) -> int:
         "processes": traces.describe(processes, origin),
     }
     text = json.dumps(report, indent=2) if args.json else "\n".join(_lines(report, processes, origin))
-    try:
-        if args.html:
-            args.html.write_text(page(report, processes, origin), encoding="utf-8")
-        if args.output:
-            args.output.write_text(text + "\n", encoding="utf-8")
-        else:
-            sys.stdout.flush()
-            print(text)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise Stop(f"the report can't be written to {error.filename}: {error.strerror}") from error
+    if args.html:
+        _write(args.html, page(report, processes, origin))
+    if args.output:
+        _write(args.output, text + "\n")
+    else:
+        print(text)
     return status
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Stop(f"the report can't be written to {file}: {error.strerror}") from error
 
 
 def _watch(command: list[str], folder: Path, stdout: int | None) -> tuple[int, dict[str, int], dict[str, str]]:
