@@ -54,6 +54,12 @@ def test_what_comes_back_is_what_was_kept(home):
     assert [p.name for p in home.iterdir()] == [key().hex()]
 
 
+def test_the_folder_may_be_named_by_a_users_home(home, monkeypatch):
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("ROCM_FIXES_CACHE", "~/cache")
+    assert store.folder() == home / "cache" / "mended"
+
+
 def test_anything_that_could_change_the_edit_changes_the_key(monkeypatch):
     keys = {key(), key(STOCK + b"#"), key(filename="n.py"), key(site=Site(skipped=frozenset({"hip"})))}
     keys.add(key(site=Site(version="0.99.0")))

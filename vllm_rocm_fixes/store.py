@@ -32,7 +32,9 @@ def folder() -> Path:
     """Where entries lie: below ROCM_FIXES_CACHE, XDG_CACHE_HOME or ~/.cache. Raises RuntimeError without a home."""
     named = os.environ.get("ROCM_FIXES_CACHE")
     base = (
-        Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-rocm-fixes"
+        Path(named).expanduser()
+        if named
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-rocm-fixes"
     )
     return base / "mended"
 
