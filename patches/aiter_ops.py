@@ -73,7 +73,7 @@ def offers(module: str, *wanted: str) -> bool:
 def _has(module: str, name: str, asked: tuple[str, ...]) -> bool | None:
     """Whether a module would have a name, by its source; None: that can't tell. asked: who led here, by imports."""
     try:
-        spec = _spec(module)
+        spec = spec_of(module)
         if spec is None or spec.origin is None:  # not there, or a folder without __init__.py
             return False
         source = getattr(spec.loader, "get_source", lambda _: None)(module)
@@ -83,7 +83,7 @@ def _has(module: str, name: str, asked: tuple[str, ...]) -> bool | None:
         inside = spec.submodule_search_locations is not None
         found = _after(tree.body, name, False, module if inside else module.rpartition(".")[0], (*asked, module))
         hidden = _AT_RUN_TIME & names(tree) or definitions(tree, "__getattr__")
-        if found is False and (hidden or (inside and _spec(f"{module}.{name}"))):
+        if found is False and (hidden or (inside and spec_of(f"{module}.{name}"))):
             return None
         return found
     except SyntaxError:
@@ -92,12 +92,12 @@ def _has(module: str, name: str, asked: tuple[str, ...]) -> bool | None:
         return None
 
 
-def _spec(module: str) -> ModuleSpec | None:
+def spec_of(module: str) -> ModuleSpec | None:
     """Where a module lies, without importing the packages that hold it (aiter.ops has no __init__.py)."""
     parent = module.rpartition(".")[0]
     if not parent:
         return find_spec(module)
-    above, portions = _spec(parent), []
+    above, portions = spec_of(parent), []
     for place in (above and above.submodule_search_locations) or ():
         finder = get_importer(place)
         spec = finder.find_spec(module) if finder else None
@@ -114,7 +114,7 @@ def _after(block: Block, name: str, found: bool | None, package: str, asked: tup
     for statement in block:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found = True if statement.name == name else found
-        elif not _touches(statement, name):
+        elif not touches(statement, name):
             continue
         elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Delete):
             found = not isinstance(statement, ast.Delete)
@@ -149,7 +149,7 @@ def _imported(
     return found if there is False else None  # import *: of a name that __all__ may hold back
 
 
-def _touches(statement: ast.stmt, name: str) -> bool:
+def touches(statement: ast.stmt, name: str) -> bool:
     """A statement may bind a name of its module, or take it away."""
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):

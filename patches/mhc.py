@@ -12,14 +12,15 @@ Origin: found in the sources; upstream has not changed it (0.33.0). Delete this 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import sys
-from pathlib import Path
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
+from vllm_rocm_fixes.patches.aiter_ops import spec_of, touches
 from vllm_rocm_fixes.syntax import (
+    Definition,
     Function,
     calls,
+    definitions,
     early_imports,
     everything,
     find,
@@ -105,14 +106,8 @@ def _answered(probe: Function) -> bool:
 
 def has_kernel(name: str) -> bool | None:
     """Whether AITER's source defines a function of that name in aiter.ops.mhc; None where the source doesn't tell."""
-    if _is_stand_in():
-        return None
-    tree = _source()
-    if tree is None:
-        return False
-    if any(isinstance(s, Function) and s.name == name for _, s in statements(tree.body)):
-        return True
-    return None if _is_opaque(tree, name) else False
+    found = _defined(_source(), name)
+    return None if found is None else bool(found)
 
 
 def takes_norm(name: str) -> bool | None:
@@ -121,19 +116,13 @@ def takes_norm(name: str) -> bool | None:
     A decorated function doesn't count: AITER's decorators (aiter/jit/utils/torch_guard.py, aiter/jit/core.py) return
     a function of (*args, **kwargs), and that is all that stock's inspect.signature sees of it.
     """
-    if _is_stand_in():
-        return None
     tree = _source()
-    if tree is None:
-        return False
     for candidate in (name, f"{name}_fake"):
-        found = [s for _, s in statements(tree.body) if isinstance(s, Function) and s.name == candidate]
-        if not found and _is_opaque(tree, candidate):
+        found = _defined(tree, candidate)
+        if found is None:
             return None
-        arguments = (
-            found[-1].args if found and not found[-1].decorator_list else ast.arguments([], [], None, [], [], None, [])
-        )
-        names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        arguments = [f.args for f in found if not f.decorator_list]
+        names = {a.arg for given in arguments for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
         if {"norm_weight", "norm_eps"} <= names:
             return True
     return False
@@ -146,27 +135,32 @@ def _is_stand_in() -> bool:
 
 
 def _source() -> ast.Module | None:
-    """The tree of aiter.ops.mhc where find_spec says AITER lies; None where it has no such module."""
-    spec = importlib.util.find_spec("aiter")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        for file in (Path(folder, "ops", "mhc.py"), Path(folder, "ops", "mhc", "__init__.py")):
-            if file.is_file():
-                return ast.parse(file.read_bytes(), str(file))
-    return None
+    """The tree of aiter.ops.mhc, empty where AITER has no such module; None where only importing it can tell."""
+    if _is_stand_in():
+        return None
+    source: str | None = ""
+    for module in ("aiter", "aiter.ops", _MODULE):
+        spec = spec_of(module)
+        if spec is None:
+            return ast.Module([], [])
+        folder = spec.origin is None  # without __init__.py
+        source = "" if folder else getattr(spec.loader, "get_source", lambda _: None)(module)
+        if source is None or "__path__" in source:  # compiled alone, or its modules lie elsewhere too
+            return None
+    return ast.parse(source or "")
 
 
-def _is_opaque(tree: ast.Module, name: str) -> bool:
-    """Whether the module binds a name without defining it, or answers for any name."""
-    for _, statement in statements(tree.body):
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            if any((a.asname or a.name) in (name, "*") for a in statement.names):
-                return True
-        elif isinstance(statement, Function):
-            if statement.name == "__getattr__":
-                return True
-        elif any(n.id == name and isinstance(n.ctx, ast.Store) for n in find(statement, ast.Name)):
-            return True
-    return False
+def _defined(tree: ast.Module | None, name: str) -> list[Function] | None:
+    """The function that a module has by that name, or none; None where its source doesn't tell."""
+    if tree is None:
+        return None
+    last: ast.stmt | None = None
+    for statement in tree.body:
+        if statement.name == name if isinstance(statement, Definition) else touches(statement, name):
+            last = statement
+    if isinstance(last, Function):
+        return [last]
+    return None if last or definitions(tree, "__getattr__") else []
 
 
 def behaves() -> str | None:

@@ -1,6 +1,9 @@
 """layers/mhc.py: the same answers about AITER's kernels as stock gives, and AITER stays unimported."""
 
 import ast
+import importlib
+import py_compile
+import shutil
 import sys
 import types
 
@@ -58,3 +61,54 @@ def test_a_probe_that_is_not_known_is_left_alone():
     assert mhc.examine(ast.parse("x = 1")).kind == "unknown"
     used = head + "def forward(x):\n    from aiter.ops.mhc import mhc_pre\n    return mhc_pre(x)\n"
     assert mend(used, "mhc.py", [mhc.PATCH]).outcomes[0].verdict.kind == "clear"
+
+
+SOURCE = "def mhc_fused_post_pre(x): ...\ndef mhc_pre(x, norm_weight=None, norm_eps=None): ...\n"
+TOLD = {
+    SOURCE: (True, True),
+    "import os\n": (False, False),
+    SOURCE + "del mhc_fused_post_pre\n": (None, True),
+    SOURCE + "mhc_pre = wrapped(mhc_pre)\n": (True, None),
+    SOURCE.replace("def mhc_pre", "if here():\n  def mhc_pre"): (True, None),
+    "from .mhc_impl import *\n" + SOURCE: (True, True),
+    SOURCE + "from .mhc_impl import *\n": (None, None),
+    "def __getattr__(name): ...\n": (None, None),
+}
+
+
+@pytest.fixture
+def aiter(tmp_path, monkeypatch):
+    """Where an AITER lies whose aiter/ops/mhc.py is written by the test."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "aiter", raising=False)
+    (tmp_path / "aiter" / "ops").mkdir(parents=True)
+    (tmp_path / "aiter" / "__init__.py").write_text("raise SystemExit('a start of AITER')\n")
+    return tmp_path / "aiter"
+
+
+def told():
+    importlib.invalidate_caches()
+    return mhc.has_kernel("mhc_fused_post_pre"), mhc.takes_norm("mhc_pre")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("source", TOLD)
+def test_what_the_source_tells(aiter, source):
+    (aiter / "ops" / "mhc.py").write_text(source)
+    assert told() == TOLD[source]
+
+
+@pytest.mark.unit
+def test_where_there_is_no_source_stocks_way_stays(aiter, monkeypatch):
+    assert told() == (False, False), "an AITER from before these kernels"
+    module = aiter / "ops" / "mhc.py"
+    module.write_text(SOURCE)
+    archive = shutil.make_archive(str(aiter.parent / "archive"), "zip", aiter.parent, "aiter")
+    py_compile.compile(str(module), cfile=str(module.with_suffix(".pyc")))
+    module.unlink()
+    assert told() == (None, None), "only compiled"
+    module.with_suffix(".pyc").unlink()
+    (aiter / "ops" / "__init__.py").write_text("__path__.append('/elsewhere')\n")
+    assert told() == (None, None), "its modules lie in another folder too"
+    monkeypatch.setattr(sys, "path", [archive, *sys.path])
+    assert told() == (True, True), "in an archive"
