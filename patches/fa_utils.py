@@ -29,6 +29,7 @@ from vllm_rocm_fixes.syntax import (
     holding,
     imports,
     insert_before,
+    names,
     parse_statements,
     replace,
     statements,
@@ -38,6 +39,7 @@ _NAME = "flash_attn_varlen_func"
 _FLAG = "_ROCM_FLASH_ATTN_AVAILABLE"
 _ASK = "is_flash_attn_varlen_func_available"
 _PACKAGES = ("flash_attn", "aiter")
+_OTHERS = ("current_platform.is_cuda()", "current_platform.is_xpu()")
 
 
 def examine(tree: ast.Module) -> Verdict:
@@ -52,6 +54,8 @@ def examine(tree: ast.Module) -> Verdict:
     attempt = _attempt(tree)
     if attempt is None or not all(any(s is part for part in ast.walk(attempt)) for s in early):
         return unknown("flash_attn is imported at module scope, outside of the one `try` that is known")
+    if not _on_rocm(tree, attempt):
+        return unknown("flash_attn is imported at module scope, under conditions that aren't known")
     strange = _strange(tree, attempt)
     if strange:
         return unknown(f"flash_attn is imported at module scope, and {strange}")
@@ -62,7 +66,7 @@ def mend(tree: ast.Module) -> None:
     """Move the `try` into a function that is asked for the name; the rest of its block stays."""
     attempt = _attempt(tree)
     assert attempt is not None
-    stays: Block = [s for s in attempt.body if _stays(s)]
+    stays: Block = _staying(attempt)
     attempt.body = [s for s in attempt.body if s not in stays]
     handler = attempt.handlers[0]
     kept = {ast.unparse(s) for s in stays}
@@ -107,16 +111,29 @@ def _late(statement: ast.stmt) -> ast.stmt:
     return stub
 
 
-def _stays(statement: ast.stmt) -> bool:
-    """An assignment beside the import, of something else."""
-    return isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) not in (_NAME, _FLAG)
+def _staying(attempt: ast.Try) -> Block:
+    """What a `try` assigns beside the import, and its handler just the same: nothing that the import gave."""
+    otherwise = {ast.unparse(s) for s in attempt.handlers[0].body}
+    plain = (s for s in attempt.body if isinstance(s, ast.Assign) and isinstance(s.value, ast.Constant))
+    return [s for s in plain if ast.unparse(s) in otherwise and not {_NAME, _FLAG} & names(s)]
+
+
+def _on_rocm(tree: ast.Module, attempt: ast.Try) -> bool:
+    """Whether the `try` stands in ROCm's branch of the `if` for platforms, and under no other condition."""
+    outer = next(s for s in tree.body if any(part is attempt for part in ast.walk(s)))
+    while isinstance(outer, ast.If) and attempt not in outer.body:
+        if ast.unparse(outer.test) not in _OTHERS or len(outer.orelse) != 1:
+            return False
+        outer = outer.orelse[0]
+    return isinstance(outer, ast.If) and ast.unparse(outer.test) == "current_platform.is_rocm()"
 
 
 def _strange(tree: ast.Module, attempt: ast.Try) -> str | None:
     """Why the `try` can't be moved: what else it binds, and who else reads what it binds."""
     if definitions(tree, "__getattr__"):
         return "the module has a __getattr__ of its own"
-    own = [s for s in (*attempt.body, *attempt.handlers[0].body, *attempt.finalbody) if not _stays(s)]
+    kept = {ast.unparse(s) for s in _staying(attempt)}
+    own = [s for s in (*attempt.body, *attempt.handlers[0].body, *attempt.finalbody) if ast.unparse(s) not in kept]
     more = set(movable(own)) - {_NAME, _FLAG}
     if more:
         return f"{', '.join(sorted(more))} with it"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import sys
 
-from vllm_rocm_fixes.late import asking, binding, count_as_absent
+from vllm_rocm_fixes.late import asking, binding, count_as_absent, movable
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Block,
@@ -48,6 +48,8 @@ def examine(tree: ast.Module) -> Verdict:
     outer, inner = _attempts(tree)
     if outer is None or inner is None or len(early) != 1:
         return unknown("flash_attn is imported at module scope, outside of the `try` that is known")
+    if set(movable([inner])) != {_NAME}:
+        return unknown(f"the `try` around flash_attn binds more than {_NAME}")
     if len(_readers(tree)) != 1 or any(isinstance(s, ast.FunctionDef) and s.name == "__getattr__" for s in tree.body):
         return unknown(f"{_NAME} is read in other places than the one that is known")
     return needed("flash_attn is imported at module scope, and only ImportError is caught")

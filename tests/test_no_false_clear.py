@@ -67,6 +67,9 @@ def test_what_does_not_run_is_clear(name, release, way):
     assert PATCHES[name].examine(ast.parse(source)).kind == "clear"
 
 
+UPSTREAM = "        _ROCM_FLASH_ATTN_AVAILABLE = True\n"
+ON_ROCM = "elif current_platform.is_rocm():"
+MLA = "            from flash_attn import flash_attn_varlen_func  # type: ignore[no-redef]\n"
 MODEL = "    from vllm.model_executor.models.qwen3_vl import Qwen3_VisionTransformer\n"
 HOOK = "    _setup_tilelang_jit_hook()\n"
 EDITS = {
@@ -84,6 +87,16 @@ EDITS = {
     ),
     ("qwen_vl_warmup", "0.33.0", "relative"): (MODEL, MODEL.replace("vllm.model_executor", "..")),
     ("qwen_vl_warmup", "0.33.0", "used otherwise"): (MODEL, f"{MODEL}    print(Qwen3_VisionTransformer)\n"),
+    ("fa_utils", "0.25.1", "another flag"): (UPSTREAM, "        HAS_FA = True\n"),
+    ("fa_utils", "0.25.1", "a second flag"): (
+        f"{UPSTREAM}    except ImportError:\n",
+        f"{UPSTREAM}        HAS_FA = True\n    except ImportError:\n        HAS_FA = False\n",
+    ),
+    ("fa_utils", "0.33.0", "under a switch too"): (ON_ROCM, ON_ROCM.replace(":", " and envs.VLLM_UPSTREAM_FA:")),
+    ("fa_utils", "0.33.0", "in a switch"): (ON_ROCM, f"{ON_ROCM[2:]}\n    pass\nif envs.VLLM_UPSTREAM_FA:"),
+    ("fa_utils", "0.33.0", "after another platform"): ("current_platform.is_cuda():", "current_platform.is_cuda_alike():"),
+    ("fa_utils", "0.33.0", "another name for the platform"): (ON_ROCM, ON_ROCM.replace("current", "platforms.current")),
+    ("mla_attention", "0.20.2", "a flag"): (MLA, f"{MLA}            is_upstream_fa = True\n"),
     ("platform_arch", "0.17.0", "a variable"): (
         "\ndef on_gfx9(",
         "\ndef arch():\n    p = torch.cuda.get_device_properties(0)\n    return p.gcnArchName\n\n\ndef on_gfx9(",
