@@ -21,17 +21,20 @@ import copy
 import sys
 from functools import partial
 
-from vllm_rocm_fixes.late import defer
+from vllm_rocm_fixes.late import defer, movable
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
+    Block,
     class_,
     early_imports,
     find,
     hidden_imports,
     imports,
+    names,
     parse_expression,
     parse_statements,
     replace,
+    statements,
 )
 
 _PACKAGE = "flashinfer"
@@ -89,11 +92,29 @@ def _is_gated(statement: ast.If) -> bool:
 def _is_known(statement: ast.stmt) -> bool:
     """`if find_spec("flashinfer"):` without an else, or a `try` whose one handler can do without an error."""
     if isinstance(statement, ast.If):
-        return ast.unparse(statement.test) == f"find_spec({_PACKAGE!r})" and not statement.orelse
+        known = ast.unparse(statement.test) == f"find_spec({_PACKAGE!r})" and not statement.orelse
+        return known and _is_of_flashinfer(statement.body, set())
     if not isinstance(statement, ast.Try) or len(statement.handlers) != 1:
         return False
     handler = statement.handlers[0]
-    return not (handler.name or statement.orelse or statement.finalbody or find(handler, ast.Raise))
+    known = not (handler.name or statement.orelse or statement.finalbody or find(handler, ast.Raise))
+    return known and _is_of_flashinfer(statement.body, set(movable(handler.body)))
+
+
+def _is_of_flashinfer(block: Block, otherwise: set[str]) -> bool:
+    """Whether a block imports FlashInfer alone, and binds what comes of that, or what is bound otherwise too."""
+    every = [s for _, s in statements(block)]
+    plain = (s for s in every if isinstance(s, ast.ImportFrom) or (isinstance(s, ast.Import) and len(s.names) == 1))
+    own = [s for s in plain if imports(s, _PACKAGE)]
+    brought = set(movable([*own]))
+
+    def known(statement: ast.stmt) -> bool:
+        if isinstance(statement, ast.Assign):
+            return bool(brought & names(statement.value)) or set(movable([statement])) <= otherwise
+        logs = ast.unparse(statement).startswith("logger.")
+        return logs or statement in own or isinstance(statement, ast.If | ast.Try | ast.Pass)
+
+    return all(map(known, every))
 
 
 def examine_all2all(tree: ast.Module) -> Verdict:

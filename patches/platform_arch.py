@@ -44,6 +44,8 @@ def examine(tree: ast.Module) -> Verdict:
     asking = _asking(tree)
     if _unaccounted(tree, asking):
         return unknown("the architecture's name is asked for in a way that isn't known")
+    if any(id(call) not in _known_calls(method) for call in _capability_calls(tree)):
+        return unknown("the device capability is asked for in a way that isn't known")
     strange = [f.name for f, node in asking if not _only_searched(f, node)]
     if strange:
         return unknown(f"{', '.join(strange)} asks torch for the architecture and does more than search its name")
@@ -105,6 +107,19 @@ def _asks_torch_first(method: Function) -> bool:
     """Its first statement asks torch; from 0.17.0 on it first looks at the architecture."""
     first = method.body[first_statement(method.body)]
     return isinstance(first, ast.Assign) and isinstance(first.value, ast.Call) and bool(calls(first, _CAPABILITY))
+
+
+def _capability_calls(tree: ast.AST) -> list[ast.Call]:
+    return find(tree, ast.Call, lambda c: f".{_CAPABILITY}".endswith(f".{ast.unparse(c.func)}"))
+
+
+def _known_calls(method: Function) -> set[int]:
+    """Where the method asks torch for the capability: in its first statement, or after the architecture or amdsmi."""
+    first = method.body[first_statement(method.body)]
+    if calls(first, "_capability_from_gcn_arch"):
+        return {id(call) for call in _capability_calls(method)}
+    after = [value for b in find(method, ast.BoolOp) if calls(b.values[0], "capability") for value in b.values[1:]]
+    return {id(node) for node in (*after, *(calls(first, _CAPABILITY) if _asks_torch_first(method) else []))}
 
 
 def _swap(statement: ast.stmt, old: ast.expr, new: ast.expr) -> None:

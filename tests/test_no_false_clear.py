@@ -70,6 +70,8 @@ def test_what_does_not_run_is_clear(name, release, way):
 UPSTREAM = "        _ROCM_FLASH_ATTN_AVAILABLE = True\n"
 ON_ROCM = "elif current_platform.is_rocm():"
 MLA = "            from flash_attn import flash_attn_varlen_func  # type: ignore[no-redef]\n"
+CAPABILITY = "torch.cuda.get_device_capability(device_id)"
+FLASHINFER = "    import flashinfer.comm as flashinfer_comm  # type: ignore[no-redef]\n"
 MODEL = "    from vllm.model_executor.models.qwen3_vl import Qwen3_VisionTransformer\n"
 HOOK = "    _setup_tilelang_jit_hook()\n"
 EDITS = {
@@ -100,6 +102,26 @@ EDITS = {
     ("platform_arch", "0.17.0", "a variable"): (
         "\ndef on_gfx9(",
         "\ndef arch():\n    p = torch.cuda.get_device_properties(0)\n    return p.gcnArchName\n\n\ndef on_gfx9(",
+    ),
+    ("platform_arch", "0.16.0", "the capability in a try"): (
+        f"        major, minor = {CAPABILITY}\n",
+        f"        try:\n            major, minor = {CAPABILITY}\n        except RuntimeError:\n            return None\n",
+    ),
+    ("platform_arch", "0.16.0", "the capability in another function"): (
+        "\ndef on_gfx9(",
+        f"\ndef capable(device_id):\n    return {CAPABILITY}\n\n\ndef on_gfx9(",
+    ),
+    ("platform_arch", "0.17.0", "the capability first"): (
+        "        cap = _capability_from_gcn_arch(_GCN_ARCH)\n",
+        f"        cap = {CAPABILITY}\n",
+    ),
+    ("flashinfer_all_reduce", "0.33.0", "vLLM's own with it"): (FLASHINFER, f"{FLASHINFER}    import vllm.other as x\n"),
+    ("flashinfer_all_reduce", "0.33.0", "two at once"): (FLASHINFER, f"{FLASHINFER}    import flashinfer, os\n"),
+    ("flashinfer_all_reduce", "0.33.0", "a flag of its own"): (FLASHINFER, f"{FLASHINFER}    mode = 2\n"),
+    ("flashinfer_all_reduce", "0.33.0", "a call"): (FLASHINFER, f"{FLASHINFER}    register()\n"),
+    ("allreduce_fusion", "0.33.0", "vLLM's own with it"): (
+        "\n    try:\n        import flashinfer.comm",
+        "\n    import vllm.other as x\n\n    try:\n        import flashinfer.comm",
     ),
     ("tilelang_jit", "0.30.0", "cast"): ("    return wrapper", "    return cast(Any, wrapper)"),
     ("sampler", "0.26.0", "made with the sampler"): (
