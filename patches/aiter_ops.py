@@ -41,6 +41,7 @@ from vllm_rocm_fixes.syntax import (
     for_type_checkers,
     function,
     imports,
+    imports_by_name,
     names,
     parse_statements,
 )
@@ -175,7 +176,9 @@ def examine(tree: ast.Module) -> Verdict:
         if elsewhere:
             return unknown(f"{elsewhere[0]} asks for the kernel, and not {_PROBE}")
         return clear("nothing here asks whether AITER has the kernel")
-    if not imports(probe, "aiter"):
+    asked = [probe, *(s for s in tree.body if isinstance(s, Function) and s.name in names(probe))]
+    by_name = any(imports_by_name(call, "aiter") for call in find(probe, ast.Call))
+    if not by_name and not any(imports(f, "aiter") for f in asked):
         return clear(f"{_PROBE} doesn't import AITER")
     if _shape(probe) is None:
         return unknown(f"{_PROBE} imports AITER in a way that isn't known")
@@ -207,7 +210,7 @@ def _shape(probe: Function) -> tuple[ast.If, str, str, list[str]] | None:
     tried = [i for i in imports(probe, "aiter") if isinstance(i, ast.ImportFrom) and len(i.names) == 1]
     guards = [s for s in probe.body if isinstance(s, ast.If)]
     caches = [name for s in find(probe, ast.Global) for name in s.names]
-    if len(tried) != len(imports(probe, "aiter")) or len(guards) != 1 or len(caches) != 1:
+    if not tried or len(tried) != len(imports(probe, "aiter")) or len(guards) != 1 or len(caches) != 1:
         return None
     cache, module, wanted = caches[0], str(tried[0].module), [i.names[0].name for i in tried]
     text = f"{cache} = False"

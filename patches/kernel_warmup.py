@@ -16,12 +16,14 @@ from __future__ import annotations
 import ast
 import sys
 
-from vllm_rocm_fixes.late import defer
+from vllm_rocm_fixes.late import BINDER, defer
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     calls,
+    everything,
     find,
     function,
+    hidden_imports,
     holding,
     parse_statements,
     replace,
@@ -30,6 +32,7 @@ from vllm_rocm_fixes.syntax import (
 
 _PCIE = "warmup_flashinfer_pcie_ipc_allreduce"
 _MINIMAX = "minimax_m3_msa_warmup"
+_HELPERS = "vllm.model_executor.warmup"
 _EAGER = ("flashinfer_pcie_ipc", "qwen", "flash_linear_attention", _MINIMAX)  # what a helper's name begins with
 
 
@@ -38,6 +41,8 @@ def examine(tree: ast.Module) -> Verdict:
     run = function(tree, "kernel_warmup")
     if run is None:
         return unknown("looked for the function kernel_warmup, and it isn't there once")
+    if hidden_imports(tree, _HELPERS):
+        return unknown("a helper is imported while the module runs, in a way that isn't known")
     early = [ast.unparse(s) for s in running(tree.body) if _is_helper(s)]
     try:
         minimax = _minimax(tree)
@@ -112,11 +117,17 @@ def _minimax(tree: ast.Module) -> tuple[list[ast.ImportFrom], ast.stmt] | None:
     run = function(tree, "kernel_warmup")
     assert run is not None
     imported = [s for s in find(run, ast.ImportFrom) if any(a.name == _MINIMAX for a in s.names)]
+    early = list(running(tree.body))
+    late = function(tree, BINDER)
+    known = [*imported, *early, *(everything(late) if late else [])]
+    others = [s for s in (*find(tree, ast.Import), *find(tree, ast.ImportFrom)) if s not in known]
+    if any(_MINIMAX in ast.unparse(s) and not _on_cuda(tree, s) for s in others):
+        raise LookupError(f"{_MINIMAX} is imported in a way that isn't known")
     called = [holding(run, c)[1] for c in calls(run, _MINIMAX)]
     if all(_on_cuda(tree, s) for s in (*imported, *called)):
         return None
     platform = [s for s in find(tree, ast.ImportFrom) if any(a.name == "current_platform" for a in s.names)]
-    if len(imported) > 1 or len(called) != 1 or not any(s in platform for s in running(tree.body)):
+    if len(imported) > 1 or len(called) != 1 or not any(s in platform for s in early):
         found = f"{len(imported)} and {len(called)}"
         raise LookupError(f"looked for one import and one call of {_MINIMAX} in kernel_warmup(), and found {found}")
     return imported, called[0]

@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import Function, find, function, parse_expression, statements
+from vllm_rocm_fixes.syntax import Definition, find, function, parse_expression, statements
 
 _ONCE = ("debug_once", "info_once", "warning_once")
 
@@ -25,7 +25,10 @@ def examine(tree: ast.Module) -> Verdict:
     """Whether what runs at import says something once, and leaves open for which processes."""
     if function(tree, "_get_gcn_arch") is None and not find(tree, ast.ClassDef, lambda c: c.name == "RocmPlatform"):
         return unknown("looked for _get_gcn_arch and for the class RocmPlatform, and found neither")
-    lines = ", ".join(str(call.lineno) for call in _said(tree))
+    said = _said(tree)
+    if any(ast.unparse(getattr(call.func, "value", call)) != "logger" for call in said):
+        return unknown("while it is imported it logs once, and not by the logger that is known")
+    lines = ", ".join(str(call.lineno) for call in said)
     if lines:
         return needed(f"while it is imported it logs once without naming a scope (line {lines})")
     return clear("nothing that runs at import logs through the distributed package")
@@ -38,15 +41,15 @@ def mend(tree: ast.Module) -> None:
 
 
 def _said(tree: ast.Module) -> list[ast.Call]:
-    """The calls of logger.*_once without a scope in what runs when the module is imported."""
+    """The calls of a logger's *_once without a scope in what runs when the module is imported."""
     found: list[ast.Call] = []
     seen: set[str] = set()
-    running: list[ast.AST] = [s for _, s in statements(tree.body) if not isinstance(s, ast.ClassDef | Function)]
+    running: list[ast.AST] = [s for _, s in statements(tree.body) if not isinstance(s, Definition)]
     while running:
         part = running.pop()
         for call in find(part, ast.Call):
             name = ast.unparse(call.func)
-            if name in [f"logger.{once}" for once in _ONCE] and not any(k.arg == "scope" for k in call.keywords):
+            if name.rpartition(".")[2] in _ONCE and not any(k.arg == "scope" for k in call.keywords):
                 found.append(call)
             called = function(tree, name) if name not in seen and isinstance(call.func, ast.Name) else None
             if called is not None:

@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import Function, calls, find, first_statement, function, parse_expression, parse_statements
+from vllm_rocm_fixes.syntax import (
+    Function,
+    calls,
+    find,
+    first_statement,
+    function,
+    imports,
+    parse_expression,
+    parse_statements,
+)
 
 _METHOD = "RocmPlatform.get_device_total_memory"
 _AMDSMI = "_query_total_memory_from_amdsmi"
@@ -37,7 +46,7 @@ def examine(tree: ast.Module) -> Verdict:
     method = function(tree, _METHOD)
     if method is None:
         return unknown(f"looked for {_METHOD}, and it isn't there once")
-    if calls(method, "total_memory") or calls(method, "usable_memory"):
+    if imports(method, __name__):
         return clear("the driver's topology is asked before torch")
     arguments = [a.arg for a in method.args.args]
     asks_torch = calls(method, "torch.cuda.get_device_properties")

@@ -34,7 +34,7 @@ def examine(tree: ast.Module) -> Verdict:
         if inner & names(last.value) and ast.unparse(last.value.func) != LateKernel.__name__:
             return unknown("tilelang_jit hands its inner function to something that this patch doesn't know")
         return clear("what tilelang_jit returns is made by a call, not a plain function")
-    if _parts(decorator) is None:
+    if _parts(decorator) is None or {"kernel", LateKernel.__name__} & names(decorator):
         return unknown("tilelang_jit returns something that this patch doesn't know")
     return needed("tilelang_jit returns a plain function, which has no compile()")
 

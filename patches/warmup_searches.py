@@ -17,9 +17,20 @@ from functools import partial
 from types import SimpleNamespace
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import Function, calls, everything, find, function, insert_before, parse_statements
+from vllm_rocm_fixes.syntax import (
+    Function,
+    calls,
+    everything,
+    find,
+    function,
+    imports,
+    imports_by_name,
+    insert_before,
+    parse_statements,
+)
 
 _MODELS = ("vllm.model_executor.models.", "vllm.models.")
+_PLAIN = "vllm.model_executor.models.interfaces"  # holds no model
 
 
 def examine(entry: str, tree: ast.Module) -> Verdict:
@@ -31,9 +42,8 @@ def examine(entry: str, tree: ast.Module) -> Verdict:
         return needed(f"{', '.join(f.name for f, _ in found)} imports a model's file for every model")
     asking = [s for s in tree.body if isinstance(s, Function) and _asks(s)]
     known = {id(node) for search in asking for node in everything(search)}
-    every = [*find(tree, ast.Import), *find(tree, ast.ImportFrom)]
-    files = {file.rpartition(".")[2] for file in _FILES.values()}
-    if any(files & {*ast.unparse(s).replace(".", " ").split()} for s in every if id(s) not in known):
+    every = [*find(tree, ast.Import), *find(tree, ast.ImportFrom), *find(tree, ast.Call)]
+    if any(_brings(node) for node in every if id(node) not in known):
         return unknown("a model's file is imported in a way that isn't known")
     return clear("no model's file is imported to look for its class")
 
@@ -43,6 +53,17 @@ def mend(tree: ast.Module) -> None:
     for search, imported in _searches(tree):
         code = f"import sys\nif {imported.module!r} not in sys.modules:\n    return"
         insert_before(search.body, imported, parse_statements(code, imported))
+
+
+def _brings(node: ast.AST) -> bool:
+    """Whether it imports a model's file, or one that isn't said."""
+    packages = [package.rstrip(".") for package in _MODELS]
+    if isinstance(node, ast.Call):
+        return imports_by_name(node, *packages)
+    files = {file.rpartition(".")[2] for file in _FILES.values()}
+    if files & {*ast.unparse(node).replace(".", " ").split()}:
+        return True
+    return any(imports(node, package) for package in packages) and getattr(node, "module", None) != _PLAIN
 
 
 def _asks(search: Function) -> bool:

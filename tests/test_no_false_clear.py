@@ -40,7 +40,12 @@ RESTS = {
     "a lambda": "ask = lambda: probe()",
     "handed on": "register(op=probe)",
 }
-MODULES = {("quark", "0.26.0"): "aiter", ("mhc", "0.33.0"): "aiter", ("all2all_utils", "0.33.0"): "mori"}
+MODULES = {
+    ("quark", "0.26.0"): "aiter",
+    ("mhc", "0.33.0"): "aiter",
+    ("all2all_utils", "0.33.0"): "mori",
+    ("kernel_warmup", "0.33.0"): "vllm.model_executor.warmup",
+}
 
 
 @cache
@@ -72,6 +77,11 @@ ON_ROCM = "elif current_platform.is_rocm():"
 MLA = "            from flash_attn import flash_attn_varlen_func  # type: ignore[no-redef]\n"
 CAPABILITY = "torch.cuda.get_device_capability(device_id)"
 FLASHINFER = "    import flashinfer.comm as flashinfer_comm  # type: ignore[no-redef]\n"
+PROBES = "def check_aiter_fused_qk_rmsnorm() -> bool:\n"
+MINIMAX = """    from vllm.model_executor.warmup.minimax_m3_msa_warmup import (
+        minimax_m3_msa_warmup,
+    )
+"""
 MODEL = "    from vllm.model_executor.models.qwen3_vl import Qwen3_VisionTransformer\n"
 HOOK = "    _setup_tilelang_jit_hook()\n"
 EDITS = {
@@ -88,6 +98,39 @@ EDITS = {
         f"    try:\n    {MODEL}    except ImportError:\n        return\n",
     ),
     ("qwen_vl_warmup", "0.33.0", "relative"): (MODEL, MODEL.replace("vllm.model_executor", "..")),
+    ("qwen_vl_warmup", "0.33.0", "by name"): (
+        MODEL,
+        "    Qwen3_VisionTransformer = import_module(MODEL).Qwen3_VisionTransformer\n",
+    ),
+    ("qwen_vl_warmup", "0.33.0", "another file, in a try"): (
+        MODEL,
+        f"    try:\n    {MODEL.replace('qwen3_vl', 'qwen3_omni')}    except ImportError:\n        return\n",
+    ),
+    ("kernel_warmup", "0.24.0", "as a module"): (
+        MINIMAX,
+        "    import vllm.model_executor.warmup.minimax_m3_msa_warmup as m3\n",
+    ),
+    ("kernel_warmup", "0.24.0", "in another function"): (
+        f'def kernel_warmup(worker: "Worker"):\n{MINIMAX}',
+        f'def warm(worker):\n{MINIMAX}    minimax_m3_msa_warmup(worker)\n\n\ndef kernel_warmup(worker: "Worker"):\n',
+    ),
+    ("aiter_ops", "0.24.0", "by name"): (
+        PROBES,
+        f"{PROBES}    global x\n    if x is None:\n        x = import_module('aiter')\n    return x\n\n\ndef old():\n",
+    ),
+    ("aiter_ops", "0.24.0", "in another function"): (
+        PROBES,
+        f"def ask():\n    from aiter import x\n\n\n{PROBES}    ask()\n\n\ndef old():\n",
+    ),
+    ("platform_import", "0.23.0", "by another logger"): ("logger.warning_once(", "LOG.warning_once("),
+    ("platform_memory", "0.20.2", "in another function"): (
+        "device_props = torch.cuda.get_device_properties(device_id)\n        return device_props.total_memory\n",
+        "return total_memory(device_id)\n",
+    ),
+    ("tilelang_jit", "0.30.0", "a kernel of its own"): (
+        "    compiled_kernel: Callable",
+        "    kernel = kernel_function\n    compiled_kernel: Callable",
+    ),
     ("qwen_vl_warmup", "0.33.0", "used otherwise"): (MODEL, f"{MODEL}    print(Qwen3_VisionTransformer)\n"),
     ("fa_utils", "0.25.1", "another flag"): (UPSTREAM, "        HAS_FA = True\n"),
     ("fa_utils", "0.25.1", "a second flag"): (
@@ -96,7 +139,10 @@ EDITS = {
     ),
     ("fa_utils", "0.33.0", "under a switch too"): (ON_ROCM, ON_ROCM.replace(":", " and envs.VLLM_UPSTREAM_FA:")),
     ("fa_utils", "0.33.0", "in a switch"): (ON_ROCM, f"{ON_ROCM[2:]}\n    pass\nif envs.VLLM_UPSTREAM_FA:"),
-    ("fa_utils", "0.33.0", "after another platform"): ("current_platform.is_cuda():", "current_platform.is_cuda_alike():"),
+    ("fa_utils", "0.33.0", "after another platform"): (
+        "current_platform.is_cuda():",
+        "current_platform.is_cuda_alike():",
+    ),
     ("fa_utils", "0.33.0", "another name for the platform"): (ON_ROCM, ON_ROCM.replace("current", "platforms.current")),
     ("mla_attention", "0.20.2", "a flag"): (MLA, f"{MLA}            is_upstream_fa = True\n"),
     ("platform_arch", "0.17.0", "a variable"): (
@@ -105,7 +151,7 @@ EDITS = {
     ),
     ("platform_arch", "0.16.0", "the capability in a try"): (
         f"        major, minor = {CAPABILITY}\n",
-        f"        try:\n            major, minor = {CAPABILITY}\n        except RuntimeError:\n            return None\n",
+        f"        try:\n            major, minor = {CAPABILITY}\n        except OSError:\n            return None\n",
     ),
     ("platform_arch", "0.16.0", "the capability in another function"): (
         "\ndef on_gfx9(",
@@ -115,7 +161,10 @@ EDITS = {
         "        cap = _capability_from_gcn_arch(_GCN_ARCH)\n",
         f"        cap = {CAPABILITY}\n",
     ),
-    ("flashinfer_all_reduce", "0.33.0", "vLLM's own with it"): (FLASHINFER, f"{FLASHINFER}    import vllm.other as x\n"),
+    ("flashinfer_all_reduce", "0.33.0", "vLLM's own with it"): (
+        FLASHINFER,
+        f"{FLASHINFER}    import vllm.other as x\n",
+    ),
     ("flashinfer_all_reduce", "0.33.0", "two at once"): (FLASHINFER, f"{FLASHINFER}    import flashinfer, os\n"),
     ("flashinfer_all_reduce", "0.33.0", "a flag of its own"): (FLASHINFER, f"{FLASHINFER}    mode = 2\n"),
     ("flashinfer_all_reduce", "0.33.0", "a call"): (FLASHINFER, f"{FLASHINFER}    register()\n"),
