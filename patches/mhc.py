@@ -15,7 +15,6 @@ import ast
 import sys
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.patches.aiter_ops import spec_of, touches
 from vllm_rocm_fixes.syntax import (
     Definition,
     Function,
@@ -30,6 +29,8 @@ from vllm_rocm_fixes.syntax import (
     replace,
     statements,
 )
+
+from .aiter_ops import spec_of, touches
 
 _MODULE = "aiter.ops.mhc"
 
