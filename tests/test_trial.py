@@ -260,10 +260,11 @@ def test_what_needs_the_libraries_of_a_torch_that_is_loaded(with_torch, monkeypa
     imported = with_torch("print('torch speaks')")
     assert trial("pure").ok and not imported(), "where it goes without, torch costs nothing"
     assert trial("needs_torch").ok and imported() == 1
-    assert trial("raises_other") == Trial(False, "RuntimeError: no such GPU") and imported() == 2
-    assert trial("nothing_of_that_name") is None and imported() == 2
+    assert trial("raises_other") == Trial(False, "RuntimeError: no such GPU") and imported() == 1
+    assert trial("nothing_of_that_name") is None and imported() == 1
+    module._known.clear()
     monkeypatch.delitem(sys.modules, "torch")
-    assert trial("raises_import_error") == Trial(False, "ImportError: a part is missing") and imported() == 2
+    assert trial("needs_torch").reason.startswith("ImportError: libc10.so") and imported() == 1
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_a_torch_that_a_child_cannot_import_tells_nothing_of_a_package(with_torc
 def test_the_limit_is_that_of_both_trials(with_torch, tmp_path, monkeypatch):
     imported = with_torch()
     (tmp_path / "slow.py").write_text(
-        "import sys, time\ntime.sleep(600 if 'torch' in sys.modules else 1.6)\nraise ImportError('no')\n"
+        "import sys, time\ntime.sleep(600 if 'torch' in sys.modules else 1.6)\nraise ImportError('libc10.so')\n"
     )
     monkeypatch.setattr(module, "SECONDS", 4.0)
     start = time.monotonic()

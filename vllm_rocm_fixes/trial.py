@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import time
 from typing import Any, NamedTuple
 
 _LOG = logging.getLogger("vllm.rocm_fixes.trial")
+_TORCHS = re.compile(r"libc10|libtorch|undefined symbol")  # how a loader says that torch isn't there
 SECONDS = 60.0  # how long an import may take; a cold network disk needs some, and a hang must end
 _PATIENCE = 10.0  # after so long it is said what is waited for
 _GRACE = 2.0  # what a build that is interrupted gets to take its lock file away
@@ -102,11 +104,12 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _try(name: str, attribute: str) -> Trial | None:
-    """Without torch, which is quick; what fails so may need the libraries of the torch that this process has loaded."""
+    """Without torch, which is quick; with it what lacks a library of it, where this process has torch loaded."""
     end = time.monotonic() + SECONDS
     found = _try_once(name, attribute, False, SECONDS)
     left = round(end - time.monotonic())
-    if found and not found.ok and sys.modules.get("torch") and left > 0:
+    lacks = found and not found.ok and _TORCHS.search(found.reason)
+    if lacks and sys.modules.get("torch") and left > 0:
         return _try_once(name, attribute, True, left) or found
     return found
 
