@@ -78,9 +78,9 @@ def alone(code, folder):
     (folder / "theirs" / "tvm").mkdir(parents=True)
     (folder / "theirs" / "tvm" / "__init__.py").write_text("")
     head = "import os, sys, threading\nfrom vllm_rocm_fixes.guards import pythonpath as guard\n"
-    done = subprocess.run(
-        [sys.executable, "-c", head + code], cwd=folder, capture_output=True, text=True, timeout=60, check=False
-    )
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [sys.executable, "-c", head + code]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
