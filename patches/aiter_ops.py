@@ -16,7 +16,7 @@ stock. All else that VLLM_ROCM_USE_AITER=1 turns on imports AITER in the worker 
 A source with a syntax error, which ends stock's configuration too, is a no.
 
 Origin: vLLM #47992, merged for 0.27.0, in another way.
-Since 0.20.0, until 0.27.0. Delete this file when 0.26.0 is no longer supported.
+Since 0.20.0, until 0.27.0. Delete this file when 0.26.0 is no longer supported (spec_of and touches go to mhc.py).
 """
 
 from __future__ import annotations
