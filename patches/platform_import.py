@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import Definition, find, function, parse_expression, statements
+from vllm_rocm_fixes.syntax import Definition, find, function, place, statements
 
 _ONCE = ("debug_once", "info_once", "warning_once")
 
@@ -37,7 +37,7 @@ def examine(tree: ast.Module) -> Verdict:
 def mend(tree: ast.Module) -> None:
     """Name the scope that needs no rank."""
     for call in _said(tree):
-        call.keywords.append(ast.keyword("scope", parse_expression("'process'", call)))
+        call.keywords.append(place(ast.keyword("scope", ast.Constant("process")), call))
 
 
 def _said(tree: ast.Module) -> list[ast.Call]:

@@ -6,7 +6,7 @@ import pytest
 
 from vllm_rocm_fixes.mend import mend
 from vllm_rocm_fixes.patch import Patch, Site, clear, needed, unknown
-from vllm_rocm_fixes.syntax import parse_statements
+from vllm_rocm_fixes.syntax import parse_statements, place
 
 pytestmark = pytest.mark.unit
 STOCK = "def f():\n    return 'early'\n\n\ndef g():\n    return 'stock'\n"
@@ -70,8 +70,10 @@ def breaks_halfway(tree):
         dict(mend=lambda tree: None),
         dict(mend=lambda tree: tree.body.clear()),
         dict(refuse=lambda site: 1 / 0),
+        dict(mend=lambda tree: tree.body[1].body.append(ast.Return(ast.Constant("mended")))),
+        dict(mend=lambda tree: tree.body.extend(parse_statements("nowhere", tree.body[0]))),
     ],
-    ids=["raises halfway", "does nothing", "loses the place", "refuse raises"],
+    ids=["raises halfway", "does nothing", "loses the place", "refuse raises", "gives no position", "reads nothing"],
 )
 def test_a_patch_that_fails_leaves_nothing_behind_and_takes_nobody_along(bad):
     done = mend(STOCK, "m.py", [patch(), patch("bad", "stock", "mended", **bad), patch("third", "late", "latest")])
@@ -88,7 +90,7 @@ def test_an_examination_that_breaks_is_unknown():
 def test_a_tree_that_does_not_compile_is_not_used():
     def edit(tree):
         tree.body[0].body[0].value.value = "late"
-        tree.body.append(ast.Return(ast.Constant(1), lineno=1, col_offset=0))
+        tree.body.append(place(ast.Return(ast.Constant(1)), tree.body[0]))
 
     done = mend(STOCK, "m.py", [patch(mend=edit)])
     assert done.code is None and "compile" in done.outcomes[0].failed

@@ -25,11 +25,9 @@ def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Sit
             verdict = unknown(reason) if isinstance(error, SyntaxError | ValueError) else Passing("unknown", reason)
             return Mended(tuple(Outcome(patch, verdict) for patch in patches))
         before = {statement.name for statement in tree.body if isinstance(statement, Function)}
-        outcomes = tuple(_apply(patch, tree, site or Site(), failures) for patch in patches)
+        outcomes = tuple(_outcomes(patches, tree, site or Site(), failures))
         # A failed edit may have left half of itself in the tree: begin again, without it.
-        fresh = {o.patch.name: o.failed for o in outcomes if o.failed and o.patch.name not in failures}
-        if fresh:
-            failures.update(fresh)
+        if len(outcomes) < len(patches):
             continue
         if not any(outcome.applied for outcome in outcomes):
             return Mended(outcomes)
@@ -45,6 +43,16 @@ def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Sit
         except Exception as error:
             reason = f"the mended tree doesn't compile: {_said(error)}"
             return Mended(tuple(o._replace(failed=reason) if o.applied else o for o in outcomes))
+
+
+def _outcomes(patches: Sequence[Patch], tree: ast.Module, site: Site, failures: dict[str, str]) -> Iterator[Outcome]:
+    """Up to the first patch that fails, which is added to failures, and which a next attempt leaves out."""
+    for patch in patches:
+        outcome = _apply(patch, tree, site, failures)
+        if outcome.failed and patch.name not in failures:
+            failures[patch.name] = outcome.failed
+            return
+        yield outcome
 
 
 def examine(patch: Patch, tree: ast.Module) -> Verdict:
@@ -66,10 +74,9 @@ def _apply(patch: Patch, tree: ast.Module, site: Site, failures: dict[str, str])
         if refused:
             return Outcome(patch, verdict, refused=refused)
         patch.mend(tree)
-        ast.fix_missing_locations(tree)
+        complaint = _complaint(tree)
     except Exception as error:
         return Outcome(patch, verdict, failed=f"the edit broke: {_said(error)}")
-    complaint = _complaint(tree)
     if complaint:
         return Outcome(patch, verdict, failed=f"the edit {complaint}")
     after = examine(patch, tree)
@@ -79,7 +86,8 @@ def _apply(patch: Patch, tree: ast.Module, site: Site, failures: dict[str, str])
 
 
 def _complaint(tree: ast.Module) -> str | None:
-    """A name that an edit binds where the source has another use for it, or reads where nothing binds it; None: none.
+    """What is wrong with an edit, else None: a name that it binds where the source has another use for it, or reads
+    where nothing binds it, or a node that it gave no position.
 
     What an edit put in stands at a point, and stock's own nodes don't: see syntax.place.
     """
@@ -91,6 +99,8 @@ def _complaint(tree: ast.Module) -> str | None:
     bound: set[tuple[Function | None, str]] = set()
     shared: set[str] = set()
     for node in everything(tree):
+        if "lineno" in node._attributes and not hasattr(node, "lineno"):
+            return f"puts in a {type(node).__name__} without a position"
         here = scope.get(id(node))
         if isinstance(node, ast.Name):
             loads = isinstance(node.ctx, ast.Load)

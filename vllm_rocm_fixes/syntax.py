@@ -92,7 +92,7 @@ def everything(node: ast.AST) -> list[ast.AST]:
     for parent in found:
         for field in _FIELDS[type(parent)]:
             value = getattr(parent, field, None)
-            if isinstance(value, list):
+            if type(value) is list:
                 found += [part for part in value if isinstance(part, ast.AST)]
             elif isinstance(value, ast.AST):
                 found.append(value)
@@ -103,6 +103,8 @@ class _Fields(dict[type[ast.AST], tuple[str, ...]]):
     """The fields of each kind of node that can hold others."""
 
     def __missing__(self, kind: type[ast.AST]) -> tuple[str, ...]:
+        if kind is ast.Constant:
+            return self.setdefault(kind, ())
         plain = {"ctx", "op", "ops", "id", "attr", "arg", "asname", "module", "level", "kind", "type_comment"}
         return self.setdefault(kind, tuple(field for field in kind._fields if field not in plain))
 
@@ -113,13 +115,17 @@ _FIELDS = _Fields()
 def find(node: ast.AST, kind: type[_Node], where: Callable[[_Node], bool] = lambda _: True) -> list[_Node]:
     """All nodes of a kind at or below node for which where is true, in the order of the source."""
     found = [n for n in everything(node) if isinstance(n, kind) and where(n)]
-    return sorted(found, key=lambda n: (getattr(n, "lineno", 0), getattr(n, "col_offset", 0)))
+    return sorted(found, key=_position)
+
+
+def _position(node: ast.AST) -> tuple[int, int]:
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
 def imports(node: ast.AST, package: str) -> list[ast.Import | ast.ImportFrom]:
-    """All absolute imports of a package, or of anything in it, at or below node."""
-    plain = find(node, ast.Import, lambda n: any(_within(alias.name, package) for alias in n.names))
-    return [*plain, *find(node, ast.ImportFrom, lambda n: n.level == 0 and _within(n.module, package))]
+    """All absolute imports of a package, or of anything in it, at or below node, in the order of the source."""
+    found = [n for n in everything(node) if isinstance(n, ast.Import | ast.ImportFrom) and _is_of(n, package)]
+    return sorted(found, key=_position)
 
 
 def running_blocks(statement: ast.stmt) -> Iterator[Block]:
@@ -139,7 +145,7 @@ def running(block: Block) -> Iterator[ast.stmt]:
 def early_imports(block: Block, *packages: str) -> list[ast.Import | ast.ImportFrom]:
     """The statements of a block of module scope that import one of the packages."""
     plain = (s for s in running(block) if isinstance(s, ast.Import | ast.ImportFrom))
-    return [s for s in plain if any(imports(s, package) for package in packages)]
+    return [s for s in plain if any(_is_of(s, package) for package in packages)]
 
 
 def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
@@ -152,7 +158,7 @@ def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
     def brings(node: ast.AST) -> bool:
         if isinstance(node, ast.Call):
             return imports_by_name(node, *packages)
-        return isinstance(node, ast.Import | ast.ImportFrom) and any(imports(node, package) for package in packages)
+        return isinstance(node, ast.Import | ast.ImportFrom) and any(_is_of(node, package) for package in packages)
 
     nodes = everything(tree)
     plain = {id(s) for _, s in statements(tree.body)}
@@ -200,6 +206,12 @@ def imports_by_name(call: ast.Call, *packages: str) -> bool:
     if spelt == "find_spec":
         return wanted is not None and any(_within(wanted.rpartition(".")[0], package) for package in packages)
     return wanted is None or any(_within(wanted, package) for package in packages)
+
+
+def _is_of(statement: ast.Import | ast.ImportFrom, package: str) -> bool:
+    if isinstance(statement, ast.Import):
+        return any(_within(alias.name, package) for alias in statement.names)
+    return statement.level == 0 and _within(statement.module, package)
 
 
 def _within(name: str | None, package: str) -> bool:
