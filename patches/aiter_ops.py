@@ -36,6 +36,7 @@ from vllm_rocm_fixes.syntax import (
     Function,
     class_,
     definitions,
+    everything,
     find,
     first_statement,
     for_type_checkers,
@@ -44,6 +45,8 @@ from vllm_rocm_fixes.syntax import (
     imports_by_name,
     names,
     parse_statements,
+    statements,
+    string,
 )
 
 _LOG = logging.getLogger("vllm.rocm_fixes.aiter_ops")
@@ -176,8 +179,12 @@ def examine(tree: ast.Module) -> Verdict:
         if elsewhere:
             return unknown(f"{elsewhere[0]} asks for the kernel, and not {_PROBE}")
         return clear("nothing here asks whether AITER has the kernel")
-    asked = [probe, *(s for s in tree.body if isinstance(s, Function) and s.name in names(probe))]
-    by_name = any(imports_by_name(call, "aiter") for call in find(probe, ast.Call))
+    asked = [probe]
+    functions = [s for _, s in statements(tree.body, into_definitions=True) if isinstance(s, Function)]
+    for asker in asked:  # grows: what they call, methods too
+        called = names(asker) | {a.attr for a in find(asker, ast.Attribute)}
+        asked += [f for f in functions if f.name in called and f not in asked]
+    by_name = any(imports_by_name(call, "aiter") for f in asked for call in find(f, ast.Call))
     if not by_name and not any(imports(f, "aiter") for f in asked):
         return clear(f"{_PROBE} doesn't import AITER")
     if _shape(probe) is None:
@@ -197,8 +204,12 @@ def mend(tree: ast.Module) -> None:
 
 
 def _asks(function: ast.FunctionDef) -> bool:
-    """A function tries to import the kernel, and lives on when it can't."""
-    for attempt in find(function, ast.Try):
+    """A function tries to import the kernel or looks for its name, and lives on when it isn't there."""
+    nodes = everything(function)
+    if any(string(n) in _KERNELS for n in nodes) and not any(isinstance(n, ast.Raise) for n in nodes):
+        by_name = any(imports_by_name(n, "aiter") for n in nodes if isinstance(n, ast.Call))
+        return by_name or bool(imports(function, "aiter"))
+    for attempt in (n for n in nodes if isinstance(n, ast.Try)):
         kernels = {a.name for i in imports(attempt, "aiter") for a in i.names} & _KERNELS
         if kernels and not any(isinstance(h.body[-1], ast.Raise) for h in attempt.handlers):
             return True

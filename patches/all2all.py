@@ -82,6 +82,8 @@ def _places(tree: ast.Module) -> Iterator[tuple[Block, ast.stmt, str]]:
 def _asked(statement: ast.stmt) -> str | None:
     if isinstance(statement, ast.ImportFrom) and statement.module == "nixl_ep":
         return "nixl_ep"
+    if isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Raise):
+        return next((p for name, p in _PACKAGES.items() if ast.unparse(statement.test) == f"not {name}()"), None)
     asks = isinstance(statement, ast.Assert) or (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
     )

@@ -26,7 +26,7 @@ from typing import Any
 
 from vllm_rocm_fixes.late import defer, need
 from vllm_rocm_fixes.patch import Patch, Site, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import Definition, definitions, find, hidden_imports, imports, names, running_blocks
+from vllm_rocm_fixes.syntax import Definition, blocks, definitions, find, hidden_imports, imports, names, running_blocks
 
 from .import_utils import reason
 
@@ -42,6 +42,7 @@ _BACKENDS = (
     ("MoonEP", "moonep", "moonep"),
 )
 _USER = "maybe_make_prepare_finalize"
+_FILES = "vllm.model_executor.layers.fused_moe.prepare_finalize"  # each imports the package of its back end
 
 
 def load(namespace: dict[str, Any], *wanted: str) -> None:
@@ -64,9 +65,12 @@ def examine(tree: ast.Module) -> Verdict:
     """Whether importing the module imports the package of a back end."""
     if not definitions(tree, _USER):
         return unknown(f"looked for {_USER}()")
-    if hidden_imports(tree, *(package for _, _, package in _BACKENDS)):
-        return unknown("the package of a back end is imported while the module runs, in a way that isn't known")
     early = _early(tree)
+    files = (f"{_FILES}.{file}" for file in ("deepep_ht", "deepep_ll", "deepep_v2", "mori", "nixl_ep", "moonep"))
+    hidden = hidden_imports(tree, *(package for _, _, package in _BACKENDS), *files)
+    known = {id(part) for statement in early for part in ast.walk(statement)}
+    if any(id(node) not in known for node in hidden):
+        return unknown("the package of a back end is imported while the module runs, in a way that isn't known")
     if early:
         modules = ", ".join(dict.fromkeys(name.rpartition(".")[2] for s in early for name in _modules(s)))
         return needed(f"importing the module imports what is installed of {modules}")
@@ -79,9 +83,12 @@ def mend(tree: ast.Module) -> None:
     defer(tree, lambda statement: any(statement is s for s in early), (__name__, load.__name__))
 
 
-def _early(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
-    """Imports at module scope that ask for an optional package first, or bring one, or a class that needs one."""
-    found: list[ast.Import | ast.ImportFrom] = []
+def _early(tree: ast.Module) -> list[ast.stmt]:
+    """Imports at module scope that ask for an optional package first, or bring one, or a class that needs one.
+
+    Where such an import stands in a `try` or a `with`, that.
+    """
+    found: list[ast.stmt] = []
 
     def look(block: list[ast.stmt], optional: bool) -> None:
         for statement in block:
@@ -92,17 +99,22 @@ def _early(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
                 if optional or own or any(imports(statement, b[2]) for b in _BACKENDS):
                     found.append(statement)
             asks = isinstance(statement, ast.If) and any(n.startswith("has_") for n in names(statement.test))
+            before = len(found)
             for inner in running_blocks(statement):
                 look(inner, optional or asks)
+            if isinstance(statement, ast.Try | ast.With) and len(found) > before:
+                found[before:] = [statement]  # with what it does where the import fails
 
     look(tree.body, False)
     return found
 
 
-def _modules(statement: ast.Import | ast.ImportFrom) -> list[str]:
+def _modules(statement: ast.stmt) -> list[str]:
     if isinstance(statement, ast.ImportFrom):
         return [statement.module or ""]
-    return [alias.name for alias in statement.names]
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    return [name for block in blocks(statement) for inner in block for name in _modules(inner)]
 
 
 def refuse(site: Site) -> str | None:

@@ -17,7 +17,7 @@ import ast
 import copy
 from typing import Any
 
-from vllm_rocm_fixes.late import asking, binding, count_as_absent, movable
+from vllm_rocm_fixes.late import asking, binding, catch_whatever, movable
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Block,
@@ -35,6 +35,8 @@ from vllm_rocm_fixes.syntax import (
     statements,
 )
 
+from .layer_imports import brought
+
 _NAME = "flash_attn_varlen_func"
 _FLAG = "_ROCM_FLASH_ATTN_AVAILABLE"
 _ASK = "is_flash_attn_varlen_func_available"
@@ -49,6 +51,8 @@ def examine(tree: ast.Module) -> Verdict:
     early = early_imports(tree.body, *_PACKAGES)
     if not early and hidden_imports(tree, *_PACKAGES):
         return unknown("flash_attn is imported while the module runs, in a way that isn't known")
+    if not early and brought(tree, (_NAME, _FLAG)):
+        return unknown("another file of vLLM's is asked for flash_attn, and whether that imports it isn't known")
     if not early:
         return clear("flash_attn isn't imported at module scope")
     attempt = _attempt(tree)
@@ -71,7 +75,7 @@ def mend(tree: ast.Module) -> None:
     handler = attempt.handlers[0]
     kept = {ast.unparse(s) for s in stays}
     handler.body = [_late(s) for s in handler.body if ast.unparse(s) not in kept]
-    count_as_absent(attempt, "flash_attn")
+    catch_whatever(attempt, "flash_attn")
     outer = next(s for s in tree.body if any(part is attempt for part in ast.walk(s)))
     replace(holding(tree, attempt)[0], attempt, stays or parse_statements("pass", attempt))
 

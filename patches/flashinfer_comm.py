@@ -31,6 +31,8 @@ from vllm_rocm_fixes.syntax import (
     hidden_imports,
     imports,
     names,
+    outside_functions,
+    own_nodes,
     parse_expression,
     parse_statements,
     replace,
@@ -53,6 +55,8 @@ def examine_off_rocm(owner: str, tree: ast.Module) -> Verdict:
     if hidden_imports(tree, _PACKAGE):
         return unknown("FlashInfer is imported while the module runs, in a way that isn't known")
     around = [s for s in tree.body if early_imports([s], _PACKAGE)]
+    if any(_asks_inside(c) for s in outside_functions(tree.body) for c in own_nodes(s)):
+        return unknown("vLLM is asked for a part of FlashInfer while the module runs, which imports that")
     if not around:
         return clear("FlashInfer isn't imported at module scope")
     if all(isinstance(s, ast.If) and _is_gated(s) for s in around):
@@ -77,6 +81,11 @@ def mend_off_rocm(tree: ast.Module) -> None:
     assert isinstance(gate, ast.If)
     gate.body, gate.orelse = copy.deepcopy(statement.handlers[0].body), [statement]
     replace(tree.body, statement, [gate])
+
+
+def _asks_inside(node: ast.AST) -> bool:
+    """A call such as has_flashinfer_comm(), which looks for a module inside of FlashInfer."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].startswith(f"has_{_PACKAGE}_")
 
 
 def _is_gated(statement: ast.If) -> bool:

@@ -30,14 +30,18 @@ from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Block,
     calls,
+    everything,
     find,
     first_statement,
+    for_type_checkers,
     function,
     imports,
+    imports_by_name,
     parse_statements,
     place,
     replace,
     statements,
+    string,
 )
 from vllm_rocm_fixes.trial import Trial, trial
 
@@ -45,6 +49,7 @@ _LOG = logging.getLogger("vllm.rocm_fixes.import_utils")
 _PROBE = "_has_module"
 # has_triton_kernels goes on to import it, and vllm.third_party is part of vLLM: a trial would come on top.
 _STOCK = ("vllm", "triton_kernels")
+_ASKED = ("aiter", "tilelang", "deep_ep", "mori", "nixl_ep", "moonep")  # whose import is what this patch is about
 
 
 def answer(name: str) -> bool | None:
@@ -119,6 +124,9 @@ def examine(tree: ast.Module) -> Verdict:
     looks, here = calls(probe, "importlib.util.find_spec"), calls(probe, "importlib.import_module")
     if not looks or find(probe, ast.Import):
         return unknown(f"{_PROBE} finds packages in a way that isn't known")
+    strange = _tries(tree)
+    if strange:
+        return unknown(f"{', '.join(strange)} in a way that isn't known")
     if imports(probe, "vllm_rocm_fixes"):
         left = [name for name, _, _, _ in _inspections(tree)] + (["has_tilelang"] if _tries_tilelang(tree) else [])
         if left:
@@ -155,6 +163,31 @@ def mend(tree: ast.Module) -> None:
 def _tries_tilelang(tree: ast.Module) -> list[ast.Call]:
     tilelang = function(tree, "has_tilelang")
     return calls(tilelang, _PROBE) if tilelang else []
+
+
+def _tries(tree: ast.Module) -> list[str]:
+    """Functions that import a package in order to answer for it, where the child isn't asked, and what they import.
+
+    Not what _inspections finds, and not a check that returns nothing and asks has_PACKAGE() first: it uses the package.
+    """
+    known = [statement for _, _, statement, _ in _inspections(tree)]
+    found = []
+    for part in (s for s in tree.body if not for_type_checkers(s)):
+        nodes = [n for n in everything(part) if isinstance(n, ast.Import | ast.ImportFrom | ast.Call)]
+        for package in dict.fromkeys(name for n in nodes if n not in known for name in _brings(n)):
+            if find(part, ast.Return, lambda r: r.value is not None) or not calls(part, f"has_{package}"):
+                found.append(f"{getattr(part, 'name', 'the module')} imports {package}")
+    return found
+
+
+def _brings(node: ast.Import | ast.ImportFrom | ast.Call) -> list[str]:
+    """Which packages it imports, and names; what vLLM is told to import has no name here."""
+    if not isinstance(node, ast.Call):
+        return [package for package in _ASKED if imports(node, package)]
+    if not imports_by_name(node, *_ASKED):
+        return []
+    said = [f"{string(n)}." for n in everything(node)]
+    return [package for package in _ASKED if any(name.startswith(f"{package}.") for name in said)]
 
 
 def _inspections(tree: ast.Module) -> list[tuple[str, Block, ast.Import, list[ast.Call]]]:

@@ -14,9 +14,20 @@ import ast
 import sys
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import calls, find, function, holding, imports, parse_statements, string
+from vllm_rocm_fixes.syntax import (
+    calls,
+    find,
+    function,
+    holding,
+    imports,
+    imports_by_name,
+    names,
+    parse_statements,
+    string,
+)
 
 _HOOK = "_setup_tilelang_jit_hook"
+_NOT_ON_ROCM = ("not current_platform.is_rocm()", "current_platform.is_cuda()")
 
 
 def examine(tree: ast.Module) -> Verdict:
@@ -26,16 +37,19 @@ def examine(tree: ast.Module) -> Verdict:
         return unknown("looked for the function activate, and it isn't there once")
     hook = function(tree, _HOOK)
     if hook is None:
-        imported = [*imports(tree, "tilelang"), *(c for c in calls(tree, "importlib.import_module") if _is_tilelang(c))]
+        by_name = find(tree, ast.Call, lambda c: imports_by_name(c, "tilelang"))
+        imported = by_name or imports(tree, "tilelang")
         return unknown(f"TileLang is imported outside of {_HOOK}") if imported else clear("TileLang isn't watched")
     if not any(_is_tilelang(c) for c in calls(hook, "importlib.import_module")):
         return unknown(f"{_HOOK} doesn't import TileLang in a way that is known")
     if calls(hook, "is_wanted"):
         return clear("TileLang is watched where it is loaded")
     asked = calls(activate, _HOOK)
-    guards = find(activate, ast.If, lambda i: ast.unparse(i.test) == "not current_platform.is_rocm()")
+    guards = find(activate, ast.If, lambda i: ast.unparse(i.test) in _NOT_ON_ROCM)
     if asked and all(any(part is call for i in guards for s in i.body for part in ast.walk(s)) for call in asked):
         return clear("TileLang isn't watched on ROCm")
+    if "current_platform" in names(hook):
+        return unknown(f"{_HOOK} asks for the platform, and it isn't known what for")
     return needed("activate() imports TileLang in every worker")
 
 

@@ -22,6 +22,7 @@ from vllm_rocm_fixes.syntax import (
     calls,
     everything,
     find,
+    for_type_checkers,
     function,
     hidden_imports,
     holding,
@@ -33,6 +34,7 @@ from vllm_rocm_fixes.syntax import (
 _PCIE = "warmup_flashinfer_pcie_ipc_allreduce"
 _MINIMAX = "minimax_m3_msa_warmup"
 _HELPERS = "vllm.model_executor.warmup"
+_MODEL = "minimax_m3"  # a helper of that model by another name isn't known
 _EAGER = ("flashinfer_pcie_ipc", "qwen", "flash_linear_attention", _MINIMAX)  # what a helper's name begins with
 
 
@@ -48,8 +50,11 @@ def examine(tree: ast.Module) -> Verdict:
         minimax = _minimax(tree)
     except LookupError as doubt:
         return unknown(str(doubt))
+    pcie = _pcie(tree)
+    if not all(_statement(tree, use) for use in pcie):
+        return unknown("PCIe IPC's warm-up isn't called in a statement of its own")
     defects = [f"module scope has `{text.splitlines()[0]}`" for text in early]
-    if _pcie_calls(tree):
+    if pcie:
         defects.append("PCIe IPC's warm-up doesn't ask the communicator whether it will run")
     if minimax:
         defects.append("MiniMax-M3's helper is imported on every platform")
@@ -60,8 +65,10 @@ def examine(tree: ast.Module) -> Verdict:
 
 def mend(tree: ast.Module) -> None:
     """Gate the two warm-ups, then take the helpers out of module scope."""
-    for call in _pcie_calls(tree):
-        statement = _gated(tree, call) or holding(tree, call)[1]
+    for use in _pcie(tree):
+        alone = _statement(tree, use)
+        assert alone is not None
+        statement: ast.stmt = _gated(tree, alone) or alone
         block = holding(tree, statement)[0]
         code = "from vllm_rocm_fixes.patches.kernel_warmup import pcie_ipc_chosen\nif pcie_ipc_chosen():\n    pass"
         begin, gate = parse_statements(code, statement)
@@ -70,14 +77,14 @@ def mend(tree: ast.Module) -> None:
         replace(block, statement, [begin, gate])
     minimax = _minimax(tree)
     if minimax:
-        imported, statement = minimax
+        imported, called = minimax
         for late in imported:
             replace(holding(tree, late)[0], late, [])
-        block = holding(tree, statement)[0]
-        gate = parse_statements("if current_platform.is_cuda():\n    pass", statement)[0]
+        block = holding(tree, called)[0]
+        gate = parse_statements("if current_platform.is_cuda():\n    pass", called)[0]
         assert isinstance(gate, ast.If)
-        gate.body = [*imported, statement]
-        replace(block, statement, [gate])
+        gate.body = [*imported, called]
+        replace(block, called, [gate])
     if any(map(_is_helper, running(tree.body))):
         defer(tree, _is_helper)
 
@@ -93,16 +100,27 @@ def _is_helper(statement: ast.stmt) -> bool:
     return any(w.startswith(_EAGER) or w == "fla" for w in words)
 
 
-def _pcie_calls(tree: ast.Module) -> list[ast.Call]:
-    """Calls of the PCIe IPC warm-up that aren't gated by what the communicator decided."""
-    found = find(tree, ast.Call, lambda c: (getattr(c.func, "attr", None) or getattr(c.func, "id", None)) == _PCIE)
-    return [c for c in found if not any(calls(i.test, "pcie_ipc_chosen") for i in _around(tree, c))]
+def _pcie(tree: ast.Module) -> list[ast.AST]:
+    """Where the PCIe IPC warm-up is read without being gated by what the communicator decided."""
+    found = [n for n in everything(tree) if _PCIE in (getattr(n, "attr", None), getattr(n, "id", None))]
+    return [n for n in found if not any(calls(i.test, "pcie_ipc_chosen") for i in _around(tree, n))]
 
 
-def _gated(tree: ast.Module, call: ast.Call) -> ast.If | None:
-    """Upstream's own gate around the call, from 0.30.0 on: one variable of vllm.envs, and nothing else in it."""
-    around = [i for i in _around(tree, call) if "PCIE_IPC" in ast.unparse(i.test) and not i.orelse]
-    return around[-1] if around else None
+def _statement(tree: ast.Module, use: ast.AST) -> ast.Expr | None:
+    """The statement that is nothing but a call of this function, so that nothing misses what it returns."""
+    return next(iter(find(tree, ast.Expr, lambda s: isinstance(s.value, ast.Call) and s.value.func is use)), None)
+
+
+def _gated(tree: ast.Module, call: ast.Expr) -> ast.If | None:
+    """Upstream's own gate around the call, from 0.30.0 on: one variable of vllm.envs, and nothing else in it.
+
+    Below any other condition, which stays stock's, the call alone is gated.
+    """
+    gate = next(reversed(_around(tree, call)), None)
+    if gate is None or gate.orelse or not isinstance(gate.test, ast.Attribute) or "PCIE_IPC" not in gate.test.attr:
+        return None
+    plain = all(s is call or isinstance(s, ast.Import | ast.ImportFrom) for s in gate.body)
+    return gate if plain and ast.unparse(gate.test.value) == "envs" else None
 
 
 def _around(tree: ast.Module, node: ast.AST) -> list[ast.If]:
@@ -114,27 +132,33 @@ def _minimax(tree: ast.Module) -> tuple[list[ast.ImportFrom], ast.stmt] | None:
 
     None where it is gated, or isn't there. Raises LookupError where it is used in a way that isn't known.
     """
-    run = function(tree, "kernel_warmup")
+    run, late = function(tree, "kernel_warmup"), function(tree, BINDER)
     assert run is not None
-    imported = [s for s in find(run, ast.ImportFrom) if any(a.name == _MINIMAX for a in s.names)]
     early = list(running(tree.body))
-    late = function(tree, BINDER)
-    known = [*imported, *early, *(everything(late) if late else [])]
+    imported = list(filter(_is_minimax, find(run, ast.ImportFrom)))
+    known = [*imported, *filter(_is_minimax, [*early, *(everything(late) if late else [])])]
+    known += [part for i in find(tree, ast.If, for_type_checkers) for s in i.body for part in ast.walk(s)]
     others = [s for s in (*find(tree, ast.Import), *find(tree, ast.ImportFrom)) if s not in known]
-    if any(_MINIMAX in ast.unparse(s) and not _on_cuda(tree, s) for s in others):
-        raise LookupError(f"{_MINIMAX} is imported in a way that isn't known")
-    called = [holding(run, c)[1] for c in calls(run, _MINIMAX)]
-    if all(_on_cuda(tree, s) for s in (*imported, *called)):
+    if any(_MODEL in ast.unparse(s) and not _on_cuda(tree, s) for s in others):
+        raise LookupError("a helper of MiniMax-M3 is imported in a way that isn't known")
+    used = find(tree, ast.Name, lambda n: n.id == _MINIMAX)
+    if all(_on_cuda(tree, n) for n in (*imported, *used)):
         return None
+    called = [s for s in (_statement(tree, n) for n in used) if s]
     platform = [s for s in find(tree, ast.ImportFrom) if any(a.name == "current_platform" for a in s.names)]
-    if len(imported) > 1 or len(called) != 1 or not any(s in platform for s in early):
-        found = f"{len(imported)} and {len(called)}"
-        raise LookupError(f"looked for one import and one call of {_MINIMAX} in kernel_warmup(), and found {found}")
+    if len(imported) > 1 or len(called) != 1 or len(used) != 1 or not any(s in platform for s in early):
+        found = f"{len(imported)} and {len(called)}, and {len(used)} uses"
+        raise LookupError(f"looked for one import and one plain call of {_MINIMAX}, and found {found}")
     return imported, called[0]
 
 
-def _on_cuda(tree: ast.Module, statement: ast.stmt) -> bool:
-    return any(calls(i.test, "current_platform.is_cuda") for i in _around(tree, statement))
+def _is_minimax(node: ast.AST) -> bool:
+    """An import of the helper that is known, alone: what comes with it may be used elsewhere."""
+    return isinstance(node, ast.ImportFrom) and [(a.name, a.asname) for a in node.names] == [(_MINIMAX, None)]
+
+
+def _on_cuda(tree: ast.Module, node: ast.AST) -> bool:
+    return any(calls(i.test, "current_platform.is_cuda") for i in _around(tree, node))
 
 
 # What the mended code calls

@@ -23,11 +23,11 @@ from __future__ import annotations
 import ast
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from vllm_rocm_fixes.late import BINDER, asking, binding, count_as_absent, movable, reads
+from vllm_rocm_fixes.late import BINDER, asking, binding, catch_whatever, movable, reads
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Block,
@@ -42,6 +42,8 @@ from vllm_rocm_fixes.syntax import (
     holding,
     imports,
     insert_before,
+    outside_functions,
+    own_nodes,
     parse_statements,
     replace,
     running,
@@ -82,12 +84,43 @@ def examine(at: Place, tree: ast.Module) -> Verdict:
     if not any(_is_early(at, statement) for statement in running(tree.body)):
         if hidden_imports(tree, at.package):
             return unknown(f"{at.package} is imported while the module runs, in a way that isn't known")
+        elsewhere: list[ast.stmt | ast.expr] = [
+            *brought(tree, at.asked),
+            *(_questions(tree) if at.package == "aiter" else []),
+        ]
+        if elsewhere:
+            return unknown(f"line {elsewhere[0].lineno} may import {at.package}, in another file")
         return clear(f"{at.package} isn't imported at module scope")
     try:
         _asking(at, tree)
     except ValueError as doubt:
         return unknown(f"{at.package} is imported at module scope, and {doubt}")
     return needed(f"{at.package} is imported at module scope")
+
+
+def brought(tree: ast.Module, names: Collection[str]) -> list[ast.stmt]:
+    """Where module scope takes one of the names from another module of vLLM's, or from what a call returns.
+
+    Not counted are vLLM's own kernels, which import no package.
+    """
+
+    def takes(statement: ast.stmt) -> bool:
+        if isinstance(statement, ast.ImportFrom):
+            own = statement.level > 0 or (statement.module or "").partition(".")[0] == "vllm"
+            own = own and statement.module not in ("vllm.vllm_flash_attn", "vllm._xpu_ops")
+            return own and any((alias.asname or alias.name) in names for alias in statement.names)
+        targets = getattr(statement, "targets", [*filter(None, [getattr(statement, "target", None)])])
+        value = getattr(statement, "value", None)
+        return any(ast.unparse(t) in names for t in targets) and value is not None and bool(find(value, ast.Call))
+
+    return [statement for statement in running(tree.body) if takes(statement)]
+
+
+def _questions(tree: ast.Module) -> list[ast.Call]:
+    """What module scope asks of vLLM's own AITER module that imports AITER for its answer."""
+    every = (n for s in outside_functions(tree.body) for n in own_nodes(s) if isinstance(n, ast.Call))
+    named = ((call, ast.unparse(call.func)) for call in every)
+    return [call for call, name in named if name.startswith("rocm_aiter_ops.") and name.endswith("_available")]
 
 
 def mend(at: Place, tree: ast.Module) -> None:
@@ -123,7 +156,7 @@ def _with_answer(at: Place, late: Block) -> Block:
         assert isinstance(attempt, ast.Try)
         attempt.body, late = late, [attempt]
     for attempt in (s for s in late if isinstance(s, ast.Try)):
-        count_as_absent(attempt, at.package)
+        catch_whatever(attempt, at.package)
     return late
 
 

@@ -12,27 +12,35 @@ Origin: found in the sources; upstream has not changed it (0.33.0). Delete this 
 from __future__ import annotations
 
 import ast
+import re
 import sys
+from itertools import dropwhile
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Definition,
     Function,
-    calls,
     definitions,
     early_imports,
     everything,
     find,
+    first_statement,
+    function,
     hidden_imports,
     imports,
     parse_statements,
     replace,
+    running,
     statements,
 )
 
 from .aiter_ops import spec_of, touches
 
 _MODULE = "aiter.ops.mhc"
+_FLAG = "HAS_AITER_MHC_"  # what names of module scope begin with that hold the answers
+_GUARD = re.compile(r"if not \w+:\n    return False")
+# What the probe for a norm reads that it doesn't bind itself, in 0.30.0 to 0.33.0: the names and the constants.
+_NORM = {"getattr", "inspect", "signature", "parameters", "'norm_weight'", "'norm_eps'", "'_fake'", "None", "True"}
 
 
 def examine(tree: ast.Module) -> Verdict:
@@ -45,9 +53,12 @@ def examine(tree: ast.Module) -> Verdict:
     inside = {id(node) for probe in probes for node in everything(probe)}
     if any(id(node) not in inside for node in hidden_imports(tree, "aiter")):
         return unknown("AITER is imported while the module runs, in a way that isn't known")
-    strange = [p.name for p in probes if _kind(p) is None]
+    strange = [p.name for p in probes if not _answered(p) and _kind(p) is None]
     if strange:
         return unknown(f"{', '.join(strange)} imports AITER at module scope for a question that isn't known")
+    elsewhere = _elsewhere(tree, [p.name for p in probes])
+    if elsewhere:
+        return unknown(f"what AITER has is asked at module scope by {', '.join(elsewhere)}, in a way that isn't known")
     asking = [p.name for p in probes if not _answered(p)]
     if asking:
         return needed(f"AITER is imported at module scope by {', '.join(asking)}")
@@ -83,23 +94,59 @@ def _probes(tree: ast.Module) -> list[Function]:
     return [f for f in tree.body if isinstance(f, Function) and f.name in called and imports(f, "aiter")]
 
 
+def _elsewhere(tree: ast.Module, probes: list[str]) -> list[str]:
+    """What the flags are asked of that is neither a probe nor a function here that has nothing to do with AITER."""
+    flags = [s for s in running(tree.body) if isinstance(s, ast.Assign | ast.AnnAssign) and s.value]
+    called = [
+        ast.unparse(c.func)
+        for s in flags
+        if any(n.id.startswith(_FLAG) for n in find(s, ast.Name) if isinstance(n.ctx, ast.Store))
+        for c in find(s, ast.Call)
+    ]
+    found = {name: function(tree, name) for name in called if name not in probes}
+    return [name for name, f in found.items() if f is None or "aiter" in "".join(map(ast.unparse, _body(f)))]
+
+
+def _body(probe: Function) -> list[ast.stmt]:
+    """What a probe does after its docstring and its guards, `if not NAME: return False`."""
+    return list(dropwhile(lambda s: _GUARD.fullmatch(ast.unparse(s)), probe.body[first_statement(probe.body) :]))
+
+
 def _kind(probe: Function) -> str | None:
-    """What a probe asks: for the fused kernel, or whether a kernel (named by the argument) takes a norm."""
-    attempts = [s for s in probe.body if isinstance(s, ast.Try)]
-    asked = imports(probe, "aiter")
-    if len(attempts) != 1 or len(asked) != 1 or not isinstance(asked[0], ast.ImportFrom):
+    """What a probe asks: for the fused kernel, or whether a kernel (named by the argument) takes a norm.
+
+    None where it decides anything else, too: our answer comes before it, and would leave that out.
+    """
+    body, asked = _body(probe), imports(probe, "aiter")
+    attempt = body[0] if len(body) == 2 else None
+    if not isinstance(attempt, ast.Try) or attempt.orelse or attempt.finalbody or len(asked) != 1:
         return None
-    where, names, count = asked[0].module, [a.name for a in asked[0].names], len(probe.args.args)
-    if where == _MODULE and names == ["mhc_fused_post_pre"] and calls(probe, "callable") and count == 0:
-        return "fused"
-    words = {n.value for n in find(probe, ast.Constant)}
-    if where == "aiter.ops" and names == ["mhc"] and {"norm_weight", "norm_eps", "_fake"} <= words and count == 1:
+    count, end, first = len(probe.args.args), ast.unparse(body[1]), ast.unparse(asked[0])
+    caught = {ast.unparse(s) for handler in attempt.handlers for s in handler.body}
+    if first == f"from {_MODULE} import mhc_fused_post_pre" and attempt.body == asked:
+        return "fused" if (count, end, caught) == (0, "return callable(mhc_fused_post_pre)", {"return False"}) else None
+    plain = (count, end) == (1, "return False") and caught <= {"pass", "return False"}
+    if plain and re.fullmatch(r"from aiter\.ops import mhc( as \w+)?", first) and not _decides(probe, attempt):
         return "norm"
     return None
 
 
+def _decides(probe: Function, attempt: ast.Try) -> bool:
+    """Whether the search for a norm reads anything, or compares in any way, that isn't known."""
+    parts = [part for s in attempt.body for part in everything(s)]
+    of_aiter = imports(attempt, "aiter")[0].names[0]
+    own = {of_aiter.asname or of_aiter.name, probe.args.args[0].arg}
+    own |= {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    read = {n.id for n in parts if isinstance(n, ast.Name)} - own
+    read |= {n.attr for n in parts if isinstance(n, ast.Attribute)}
+    read |= {repr(n.value) for n in parts if isinstance(n, ast.Constant)}
+    how: set[type[ast.AST]] = {type(op) for n in parts if isinstance(n, ast.Compare) for op in n.ops}
+    how |= {type(n.op) for n in parts if isinstance(n, ast.BoolOp | ast.UnaryOp)}
+    return read != _NORM or how != {ast.Is, ast.In, ast.And}
+
+
 def _answered(probe: Function) -> bool:
-    return bool(calls(probe, "has_kernel") or calls(probe, "takes_norm"))
+    return bool(imports(probe, "vllm_rocm_fixes"))
 
 
 # What the mended code calls

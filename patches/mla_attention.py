@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import sys
 
-from vllm_rocm_fixes.late import asking, binding, count_as_absent, movable
+from vllm_rocm_fixes.late import asking, binding, catch_whatever, movable
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Block,
@@ -63,7 +63,7 @@ def mend(tree: ast.Module) -> None:
     insert_before(block, first, asking([_NAME], first))
     replace(holding(tree, inner)[0], inner, parse_statements(f"del {_NAME}", inner))
     inner.handlers[0].body[:0] = parse_statements(f"{_NAME} = None", inner.handlers[0])
-    count_as_absent(inner, "flash_attn")
+    catch_whatever(inner, "flash_attn")
     binder, new = binding([_NAME], outer)
     binder.body.append(inner)
     insert_before(tree.body, outer, new)

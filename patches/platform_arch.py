@@ -29,6 +29,7 @@ from vllm_rocm_fixes.syntax import (
     parse_expression,
     parse_statements,
     statements,
+    string,
 )
 
 _PROPERTIES = "torch.cuda.get_device_properties"
@@ -78,16 +79,32 @@ def _asking(tree: ast.Module) -> list[tuple[Function, ast.Attribute]]:
             continue
         for node in find(statement, ast.Attribute, lambda a: a.attr == "gcnArchName"):
             call = node.value
-            mended = any(node in b.values for b in find(statement, ast.BoolOp))
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == _PROPERTIES and not mended:
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == _PROPERTIES:
                 found.append((statement, node))
-    return found
+    after = _after_amdsmi(tree) if found else set()
+    return [(asker, node) for asker, node in found if id(node) not in after]
 
 
 def _unaccounted(tree: ast.Module, asking: list[tuple[Function, ast.Attribute]]) -> bool:
-    known = {id(node) for _, node in asking} | {id(n) for b in find(tree, ast.BoolOp) for n in everything(b)}
-    known |= {id(n) for f in find(tree, ast.FunctionDef) if f.name.startswith("_get_gcn_arch") for n in everything(f)}
-    return bool(find(tree, ast.Attribute, lambda a: a.attr == "gcnArchName" and id(a) not in known))
+    known = {id(node) for _, node in asking}
+    named = {id(n) for n in everything(tree) if "gcnArchName" in (getattr(n, "attr", None), string(n))}
+    return bool(named - known) and not named - known <= _after_amdsmi(tree)
+
+
+def _after_amdsmi(tree: ast.Module) -> set[int]:
+    """What runs only where amdsmi didn't tell: after our question, or after the `try` of _get_gcn_arch."""
+    either = find(tree, ast.BoolOp, lambda b: isinstance(b.op, ast.Or) and bool(calls(b.values[0], "architecture")))
+    after: list[ast.AST] = [value for b in either for value in b.values[1:]]
+    for asker in find(tree, ast.FunctionDef, lambda f: f.name.startswith("_get_gcn_arch")):
+        for index, attempt in enumerate(asker.body):
+            if isinstance(attempt, ast.Try) and any(map(_asks_amdsmi, attempt.body)):
+                after += [*attempt.handlers, *asker.body[index + 1 :]]
+                break
+    return {id(node) for part in after for node in everything(part)}
+
+
+def _asks_amdsmi(statement: ast.stmt) -> bool:
+    return bool(find(statement, ast.Call, lambda c: "amdsmi" in ast.unparse(c.func)))
 
 
 def _only_searched(asker: Function, node: ast.Attribute) -> bool:

@@ -18,7 +18,7 @@ import sys
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import Definition, find, function, place, statements
 
-_ONCE = ("debug_once", "info_once", "warning_once")
+_ONCE = ("debug_once", "info_once", "warning_once", "error_once")
 
 
 def examine(tree: ast.Module) -> Verdict:
@@ -26,7 +26,7 @@ def examine(tree: ast.Module) -> Verdict:
     if function(tree, "_get_gcn_arch") is None and not find(tree, ast.ClassDef, lambda c: c.name == "RocmPlatform"):
         return unknown("looked for _get_gcn_arch and for the class RocmPlatform, and found neither")
     said = _said(tree)
-    if any(ast.unparse(getattr(call.func, "value", call)) != "logger" for call in said):
+    if any(ast.unparse(getattr(getattr(call, "func", None), "value", call)) != "logger" for call in said):
         return unknown("while it is imported it logs once, and not by the logger that is known")
     lines = ", ".join(str(call.lineno) for call in said)
     if lines:
@@ -37,24 +37,28 @@ def examine(tree: ast.Module) -> Verdict:
 def mend(tree: ast.Module) -> None:
     """Name the scope that needs no rank."""
     for call in _said(tree):
+        assert isinstance(call, ast.Call), "examine() knows no other"
         call.keywords.append(place(ast.keyword("scope", ast.Constant("process")), call))
 
 
-def _said(tree: ast.Module) -> list[ast.Call]:
-    """The calls of a logger's *_once without a scope in what runs when the module is imported."""
-    found: list[ast.Call] = []
+def _said(tree: ast.Module) -> list[ast.expr]:
+    """A logger's *_once in what runs when the module is imported: called without a scope, or handed on."""
+    found: list[ast.expr] = []
     seen: set[str] = set()
     running: list[ast.AST] = [s for _, s in statements(tree.body) if not isinstance(s, Definition)]
     while running:
         part = running.pop()
+        functions = {id(call.func) for call in find(part, ast.Call)}
+        found += [a for a in find(part, ast.Attribute) if a.attr in _ONCE and id(a) not in functions]
         for call in find(part, ast.Call):
             name = ast.unparse(call.func)
             if name.rpartition(".")[2] in _ONCE and not any(k.arg == "scope" for k in call.keywords):
                 found.append(call)
-            called = function(tree, name) if name not in seen and isinstance(call.func, ast.Name) else None
-            if called is not None:
-                seen.add(name)
-                running += called.body
+            called = function(tree, name) if name not in seen else None
+            seen.add(name)
+            if called is not None:  # with what its decorators put around it
+                around = [function(tree, ast.unparse(getattr(d, "func", d))) for d in called.decorator_list]
+                running += [s for part in (called, *around) if part for s in part.body]
     return list({id(call): call for call in found}.values())
 
 

@@ -17,6 +17,7 @@ import ast
 import contextlib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ from vllm_rocm_fixes.syntax import (
 
 _METHOD = "RocmPlatform.get_device_total_memory"
 _AMDSMI = "_query_total_memory_from_amdsmi"
+_ASKED = r"torch\.cuda\.get_device_properties\(device_id\)"
+_TORCH = re.compile(rf"(?:return {_ASKED}|(\w+) = {_ASKED}\nreturn \1)\.total_memory")
 _LOCAL = ("1", "2")  # heap types of a KFD memory bank: frame buffer, visible to the host and not (kfd_crat.h)
 _INSTINCT = ("gfx90a", "gfx94", "gfx95")
 topology = Path("/sys/class/kfd/kfd/topology/nodes")
@@ -48,11 +51,9 @@ def examine(tree: ast.Module) -> Verdict:
         return unknown(f"looked for {_METHOD}, and it isn't there once")
     if imports(method, __name__):
         return clear("the driver's topology is asked before torch")
-    arguments = [a.arg for a in method.args.args]
-    asks_torch = calls(method, "torch.cuda.get_device_properties")
     if _answers(method):
         return needed("amdsmi's number is taken as it is, which is wrong on APUs")
-    if asks_torch and not calls(method, _AMDSMI) and arguments == ["cls", "device_id"]:
+    if _only_torch(method):
         return needed("it asks torch, which initialises HIP")
     return unknown(f"{_METHOD} asks neither torch nor amdsmi in a way that is known")
 
@@ -75,6 +76,12 @@ def mend(tree: ast.Module) -> None:
         code += "if _known is not None:\n    return _known"
     start = first_statement(method.body)
     method.body[start:start] = parse_statements(code, method.body[start])
+
+
+def _only_torch(method: Function) -> bool:
+    """The method does nothing but ask torch: whatever else decides the answer (a limit, a reserve) keeps its say."""
+    body = [ast.unparse(s) for s in method.body[first_statement(method.body) :]]
+    return [a.arg for a in method.args.args] == ["cls", "device_id"] and bool(_TORCH.fullmatch("\n".join(body)))
 
 
 def _answers(method: Function) -> list[ast.Return]:

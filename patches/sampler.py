@@ -153,6 +153,8 @@ def examine(tree: ast.Module) -> Verdict:
     if by_name or any(calls(init, f"self.{name}") for name in _IMPORTERS - {"__init__"}):
         return unknown("AITER is imported in a way that isn't known")
     eager, uses = _eager(init), _uses(hip)
+    if not _loaded_late(init, eager):
+        return unknown(f"{_CLASS}.__init__ sets aiter_ops in a way that isn't known")
     if init in importers and eager is None:
         return unknown(f"{_CLASS}.__init__ imports AITER in a way that isn't known")
     known = [*(s for _, s, _ in uses), *(s for s in find(hip, ast.Try) if _catches_all(s))]
@@ -162,15 +164,18 @@ def examine(tree: ast.Module) -> Verdict:
             return unknown(f"{name} is called in a way that isn't known")
     if not any(found.values()):
         return unknown(f"looked in {_CLASS}.forward_hip for what calls AITER")
+    if _handled(hip):
+        return unknown("what AITER's kernel raises is handled in a way that isn't known")
     if eager:
         return needed("making a sampler imports AITER, and its failures end the worker")
     load = function(tree, f"{_CLASS}._init_aiter_ops")
     if calls(hip, "self._init_aiter_ops") and (load is None or not _loads(load)):
         return unknown(f"{_CLASS}._init_aiter_ops doesn't load AITER in a way that is known")
+    stays = calls(hip, "self._init_aiter_ops") and not (uses and _replaced(hip, uses))
+    if load and stays and not any(_catches_all(s) for s in find(load, ast.Try)):
+        return unknown("forward_hip catches what AITER's kernel raises, but not what its import raises")
     if uses:
         return needed("AITER is imported late, but its failures end the worker")
-    if load and calls(hip, "self._init_aiter_ops") and not any(_catches_all(s) for s in find(load, ast.Try)):
-        return unknown("forward_hip catches what AITER's kernel raises, but not what its import raises")
     return clear("AITER is imported by a request that can use it, and its failures are caught")
 
 
@@ -183,10 +188,12 @@ def mend(tree: ast.Module) -> None:
         block, attempt = eager
         kept = [s for s in attempt.body if not isinstance(s, ast.Import) and ast.unparse(s) != _LOAD]
         replace(block, attempt, [*parse_statements("self.aiter_ops = None", attempt), *kept])
-    for block, statement, use in _uses(hip):
+    uses = _uses(hip)
+    replaced = _replaced(hip, uses)
+    for block, statement, use in uses:
         replace(block, statement, parse_statements(_CALL.format(use=use, extra=_USES[use]), statement))
     for block, statement in statements(hip.body):
-        if isinstance(statement, ast.If) and ast.unparse(statement.test) == _LOADED:
+        if replaced and isinstance(statement, ast.If) and ast.unparse(statement.test) == _LOADED:
             replace(block, statement, [])
 
 
@@ -198,6 +205,13 @@ def _eager(init: Function) -> tuple[Block, ast.Try] | None:
             if body[0] == _IMPORT and {_LOAD, "self.forward = self.forward_hip"} <= set(body):
                 return (block, statement) if len(imports(init, "aiter")) == 1 else None
     return None
+
+
+def _loaded_late(init: Function, eager: tuple[Block, ast.Try] | None) -> bool:
+    """__init__ leaves aiter_ops empty, or sets it in that `try`: then answer() imports what aiter_sample needs."""
+    made = find(init, ast.Attribute, lambda a: a.attr == "aiter_ops" and isinstance(a.ctx, ast.Store))
+    plain = find(init, ast.Assign, lambda a: ast.unparse(a) == "self.aiter_ops = None")
+    return len(made) == len(plain) + sum(ast.unparse(s) == _LOAD for s in (eager[1].body if eager else []))
 
 
 def _loads(load: Function) -> bool:
@@ -224,6 +238,22 @@ def _uses(hip: Function) -> list[tuple[Block, ast.stmt, str]]:
             found.append((block, statement, use))
             done.append(inner)
     return found
+
+
+def _replaced(hip: Function, uses: list[tuple[Block, ast.stmt, str]]) -> bool:
+    """No call of aiter_sample stays that needs stock's own import before it."""
+    return len(calls(hip, "self.aiter_sample")) == sum("self.aiter_sample(" in use for _, _, use in uses)
+
+
+def _handled(hip: Function) -> bool:
+    """A `try` around a use of AITER has a handler of its own kind, which would see nothing of what answer() catches."""
+    return any(
+        isinstance(statement, ast.Try)
+        and statement.handlers
+        and any(calls(s, name) for s in statement.body for name in ("self.aiter_sample", _OTHER_KERNEL))
+        and not (_gives_up(statement, _NATIVE) or _catches_all(statement))
+        for _, statement in statements(hip.body)
+    )
 
 
 def _gives_up(attempt: ast.Try, last: str) -> bool:

@@ -4,7 +4,8 @@ Stock: two warm-ups run in every worker of every model, and import a model's fil
 model at hand: Qwen3-VL's vision tower (0.30.0 on) and Step5's attention (0.33.0). Both files lead to transformers'
 image processing, which needs torchvision.
 Seen: an engine without torchvision dies in its warm-up, whatever model it serves; seconds in each worker otherwise.
-An object of a class can't be there before the module of its class is, so the search ends where that isn't loaded.
+An object of a class can't be there before the module of its class is: where that isn't loaded the class is (), which
+isinstance takes for no class at all. What else the function does goes on as in stock.
 Origin: found in the sources; upstream has not changed it (0.33.0). It is vLLM #49920 in other files.
 Delete this file when the helpers don't import the models' files.
 """
@@ -20,13 +21,12 @@ from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
     Function,
     calls,
-    everything,
     find,
     function,
     imports,
     imports_by_name,
-    insert_before,
     parse_statements,
+    replace,
 )
 
 _MODELS = ("vllm.model_executor.models.", "vllm.models.")
@@ -40,8 +40,8 @@ def examine(entry: str, tree: ast.Module) -> Verdict:
     found = _searches(tree)
     if found:
         return needed(f"{', '.join(f.name for f, _ in found)} imports a model's file for every model")
-    asking = [s for s in tree.body if isinstance(s, Function) and _asks(s)]
-    known = {id(node) for search in asking for node in everything(search)}
+    every_function = [s for s in tree.body if isinstance(s, Function)]
+    known = {id(i) for search in every_function for i in find(search, ast.ImportFrom) if _asks(search, i)}
     every = [*find(tree, ast.Import), *find(tree, ast.ImportFrom), *find(tree, ast.Call)]
     if any(_brings(node) for node in every if id(node) not in known):
         return unknown("a model's file is imported in a way that isn't known")
@@ -49,10 +49,16 @@ def examine(entry: str, tree: ast.Module) -> Verdict:
 
 
 def mend(tree: ast.Module) -> None:
-    """Return before the import where the file isn't loaded."""
+    """Take the class from the module that is loaded, instead of importing it."""
     for search, imported in _searches(tree):
-        code = f"import sys\nif {imported.module!r} not in sys.modules:\n    return"
-        insert_before(search.body, imported, parse_statements(code, imported))
+        new = parse_statements("import sys", imported)
+        for alias in imported.names:
+            code = f"{alias.asname or alias.name} = getattr(sys.modules.get({imported.module!r}), {alias.name!r}, ())"
+            bound = parse_statements(code, imported)[0]
+            assert isinstance(bound, ast.Assign)
+            ast.copy_location(bound.targets[0], alias)  # the name is stock's own
+            new.append(bound)
+        replace(search.body, imported, new)
 
 
 def _brings(node: ast.AST) -> bool:
@@ -66,23 +72,31 @@ def _brings(node: ast.AST) -> bool:
     return any(imports(node, package) for package in packages) and getattr(node, "module", None) != _PLAIN
 
 
-def _asks(search: Function) -> bool:
-    return bool(find(search, ast.Compare, lambda c: ast.unparse(c).endswith("not in sys.modules")))
+def _asks(search: Function, imported: ast.ImportFrom) -> bool:
+    """Whether a function returns before the import where the module isn't loaded."""
+    name = repr(imported.module)
+    asking = (f"{name} not in sys.modules", f"sys.modules.get({name}) is None", f"not sys.modules.get({name})")
+    gates = [s for s in search.body if isinstance(s, ast.If) and s.lineno < imported.lineno]
+    return any(isinstance(gate.body[-1], ast.Return) and ast.unparse(gate.test) in asking for gate in gates)
 
 
 def _searches(tree: ast.Module) -> list[tuple[Function, ast.ImportFrom]]:
-    """Functions that import a model's class and use it for nothing but isinstance, and don't ask sys.modules before."""
+    """Functions that import a model's class, use it as a class for isinstance alone, and don't ask before."""
     found = []
     for search in (s for s in tree.body if isinstance(s, Function)):
-        asked = {id(n) for c in calls(search, "isinstance") for n in ast.walk(c)}
-        if _asks(search):
-            continue
-        for imported in (s for s in search.body if isinstance(s, ast.ImportFrom)):
+        asked = [n for c in calls(search, "isinstance") if len(c.args) == 2 for n in _classes(c.args[1])]
+        for imported in (s for s in search.body if isinstance(s, ast.ImportFrom) and not _asks(search, s)):
             bound = {alias.asname or alias.name for alias in imported.names}
             used = [n for n in find(search, ast.Name) if n.id in bound]
-            if (imported.module or "").startswith(_MODELS) and used and all(id(n) in asked for n in used):
+            is_model = (imported.module or "").startswith(_MODELS) and imported.module != _PLAIN
+            if is_model and used and all(n in asked for n in used):
                 found.append((search, imported))
     return found
+
+
+def _classes(second: ast.expr) -> list[ast.expr]:
+    """What isinstance is asked for, alone or in tuples; `X | Y` isn't one, because () can't stand in it."""
+    return [c for part in second.elts for c in _classes(part)] if isinstance(second, ast.Tuple) else [second]
 
 
 _FILES = {  # what a warm-up must leave alone where another model is loaded

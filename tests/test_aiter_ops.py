@@ -102,6 +102,42 @@ def test_a_shape_that_is_not_known_is_left_alone(fork):
     assert mended.code is None
 
 
+CALLED = "class rocm_aiter_ops:\n"
+KERNEL = MODULE + " import _fused_qk_rmsnorm"
+TRIED = (
+    f"        try:\n            from {KERNEL}\n        except ImportError:\n            return 0\n        return 1\n"
+)
+METHODS = {
+    "a method tries": TRIED,
+    "a method that another calls": f"        return cls.look()\n\n    @classmethod\n    def look(cls):\n{TRIED}",
+    "hasattr": f"        import {MODULE} as m\n        return hasattr(m, '_fused_qk_rmsnorm')\n",
+    "by its name": f"        m = importlib.import_module('{MODULE}')\n        return hasattr(m, '_fused_qk_rmsnorm')\n",
+}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("release", ["0.24.0", "0.20.0"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_probe_that_moved_into_the_class_is_not_called_clear(release, method, keeps):
+    """Beside a function that asks the method, and alone."""
+    stock = source(release)
+    probe = ast.get_source_segment(stock, function(ast.parse(stock), PROBE))
+    without = f"def {PROBE}():\n    return rocm_aiter_ops.has_qk_rmsnorm()" if keeps else ""
+    moved = f"{CALLED}    @classmethod\n    def has_qk_rmsnorm(cls):\n{METHODS[method]}\n"
+    changed = stock.replace(probe, without).replace(CALLED, moved)
+    verdict = PATCH.examine(ast.parse(changed))
+    assert verdict.kind == "unknown", verdict
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("new", ["", f"def {PROBE}():\n    return rocm_aiter_ops.is_enabled()"])
+def test_the_fix_of_0_27_on_an_older_release_is_clear(new):
+    stock = source("0.24.0")
+    probe = ast.get_source_segment(stock, function(ast.parse(stock), PROBE))
+    assert PATCH.examine(ast.parse(stock.replace(probe, new))).kind == "clear"
+
+
 # The answer, on many an AITER: stock's function and the mended one, both really run
 
 PUBLIC = "def fused_qk_rmsnorm(): ...\n"

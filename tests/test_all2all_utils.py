@@ -61,6 +61,23 @@ def test_verdict_of_the_managers(version):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("version", ["0.23.0", "0.33.0"])
+def test_a_manager_that_raises_is_one_that_asserts(version):
+    stock = _source(version, all2all.PATCH)
+    assertion = next(
+        n for n in ast.walk(ast.parse(stock)) if isinstance(n, ast.Assert) and ast.unparse(n.test) == "has_mori()"
+    )
+    raises = "if not has_mori():\n            raise ImportError('MoRI kernels not found')"
+    asserts = ast.get_source_segment(stock, assertion)
+    outcome = mend(stock.replace(asserts, raises), "stock.py", [all2all.PATCH])
+    assert "mori" in outcome.outcomes[0].verdict.reason and outcome.outcomes[0].applied
+    assert "check(self, 'mori')\n        if not has_mori():" in ast.unparse(outcome.tree)
+    # Where more is asked, stock may not raise: that place isn't ours.
+    more = mend(stock.replace(asserts, raises.replace(":", " and self.internode:", 1)), "stock.py", [all2all.PATCH])
+    assert "check(self, 'mori')" not in ast.unparse(more.tree)
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("version", EVERY)
 def test_refused_without_the_guard_where_tilelang_gets_in_first(version):
     site = Site(tree(version), version, SKIPPED)
@@ -132,6 +149,20 @@ def test_what_vllm_asks_of_the_module_is_still_there(version):
     there |= {name for n in ast.walk(late) if isinstance(n, ast.Global) for name in n.names}
     there |= {a.name for n in mended.body if isinstance(n, ast.ImportFrom) for a in n.names}
     assert wanted <= there
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "around", ["try:\n{}        except ImportError:\n            pass\n", "with suppress(Exception):\n{}"]
+)
+def test_an_import_that_may_fail_moves_with_what_it_does_then(around):
+    bare = "        from .prepare_finalize.mori import MoriPrepareAndFinalize\n"
+    source = _source("0.33.0")
+    assert bare in source
+    source = source.replace(bare, "        " + around.format(f"    {bare}"))
+    mended = mend(source, "stock.py", [all2all_utils.PATCH])
+    assert mended.outcomes[0].applied, mended.outcomes[0].failed
+    assert not [m for m in _at_module_scope(mended.tree) if m and "mori" in m]
 
 
 @pytest.mark.unit

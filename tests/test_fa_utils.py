@@ -55,4 +55,7 @@ def test_shapes():
     ask = "def is_flash_attn_varlen_func_available(): ...\n"
     assert fa_utils.examine(ast.parse("x = 1")).kind == "unknown"
     assert fa_utils.examine(ast.parse(ask)).kind == "clear"
+    own = "from vllm.{} import flash_attn_varlen_func\n"
+    assert fa_utils.examine(ast.parse(ask + own.format("vllm_flash_attn"))).kind == "clear"
+    assert fa_utils.examine(ast.parse(ask + own.format("v1.attention.ops.rocm_flash_attn"))).kind == "unknown"
     assert fa_utils.examine(ast.parse(ask + "from flash_attn import flash_attn_varlen_func\n")).kind == "unknown"

@@ -75,6 +75,82 @@ def test_what_is_not_understood_is_left():
     )
 
 
+VERSIONED = """    import tilelang
+
+    if tilelang.__version__ < "0.1.9":
+        return False
+"""
+SPEC = """    if not _has_module_spec("tilelang"):
+        return False
+"""
+ASKS = '    return _has_module("{}")\n'
+TRIES = "    try:\n        import {}\n    except Exception:\n        return False\n    return True\n"
+INSPECTS = """    import deep_ep  # type: ignore[import-not-found]
+
+    if not hasattr(deep_ep, "ElasticBuffer"):
+"""
+STRANGE = {
+    "has_tilelang imports tilelang": ("0.33.0", SPEC, SPEC.replace("_spec", "") + VERSIONED),
+    "has_tilelang imports tilelang too": ("0.33.0", SPEC, SPEC + VERSIONED),
+    "tilelang_version imports tilelang": (
+        "0.23.0",
+        "def has_tilelang() -> bool:\n",
+        "def tilelang_version():\n    import tilelang\n    return tilelang.__version__\n\n\n"
+        "def has_tilelang() -> bool:\n",
+    ),
+    "has_mori imports mori": ("0.33.0", ASKS.format("mori"), TRIES.format("mori")),
+    "has_aiter imports aiter": ("0.20.2", ASKS.format("aiter"), TRIES.format("aiter.ops")),
+    "has_nixl_ep imports nixl_ep": (
+        "0.33.0",
+        ASKS.format("nixl_ep"),
+        '    return importlib.import_module("nixl_ep") is not None\n',
+    ),
+    "has_moonep imports moonep": (
+        "0.33.0",
+        ASKS.format("moonep"),
+        '    return importlib.util.find_spec("moonep._C") is not None\n',
+    ),
+    "deep_ep_v2_unavailable_reason imports deep_ep": (
+        "0.33.0",
+        INSPECTS,
+        "    try:\n        from deep_ep import ElasticBuffer\n    except ImportError:\n",
+    ),
+    "deep_ep_v2_unavailable_reason imports deep_ep too": (
+        "0.33.0",
+        INSPECTS,
+        INSPECTS.replace('not hasattr(deep_ep, "ElasticBuffer")', 'getattr(deep_ep, "ElasticBuffer", None) is None'),
+    ),
+    "check_moonep_system_support imports moonep": (
+        "0.33.0",
+        '    if not has_moonep():\n        raise RuntimeError(\n            "MoonEP not',
+        '    if OURS:\n        raise RuntimeError(\n            "MoonEP not',
+    ),
+    "the module imports aiter": ("0.18.0", "logger = init_logger", "import aiter\n\nlogger = init_logger"),
+}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("case", STRANGE)
+def test_what_imports_a_package_in_a_way_of_its_own_is_named(case):
+    version, before, after = STRANGE[case]
+    text = _source(version)
+    assert before in text
+    verdict = PATCH.examine(ast.parse(text.replace(before, after, 1)))
+    assert verdict.kind == "unknown"
+    assert case.removesuffix(" too") in verdict.reason
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("version", ["0.18.0", "0.24.0", "0.33.0"])
+def test_what_imports_another_package_or_what_it_is_told_is_not_in_the_way(version):
+    more = (
+        "\n\ndef has_cutlass():\n    import cutlass\n    return bool(cutlass)\n\n\n"
+        "def load(name):\n    return importlib.import_module(name) or importlib.import_module('aiterate')\n\n\n"
+        "if TYPE_CHECKING:\n    import aiter\n"
+    )
+    assert mend(_source(version) + more, "fork.py", [PATCH]).outcomes[0].applied
+
+
 @pytest.mark.parametrize("version", CASES)
 class TestOnTheNode:
     def test_answers(self, version):

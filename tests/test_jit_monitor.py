@@ -4,6 +4,7 @@ import ast
 
 import pytest
 from on_release import report
+from releases import tree
 
 from vllm_rocm_fixes.patches import jit_monitor
 
@@ -39,3 +40,38 @@ def test_shapes():
         "def _setup_tilelang_jit_hook():\n    import_it()\n" + asks: "unknown",
     }
     assert {text: jit_monitor.examine(ast.parse(text)).kind for text in verdicts} == verdicts
+
+
+HOOK = "def _setup_tilelang_jit_hook()"
+ASKS = "not current_platform.is_rocm()"
+GUARD = f"    if {ASKS}:\n        _setup_tilelang_jit_hook()\n"
+KERNEL = 'importlib.import_module("tilelang.jit.kernel")'
+FORKS = {
+    "renamed, by a name": (
+        {GUARD: "    _watch()\n", HOOK: "def _watch()", "importlib.import_module(": "import_module("}, "unknown",
+    ),
+    "renamed, by a constant": (
+        {GUARD: "    _watch()\n", HOOK: '_JIT = "tilelang.jit"\n\n\ndef _watch()',
+         KERNEL: "importlib.import_module(_JIT)",
+         'importlib.import_module("tilelang.jit")': "importlib.import_module(_JIT)"}, "unknown",
+    ),
+    "on CUDA alone": ({ASKS: "current_platform.is_cuda()"}, "clear"),
+    "on ROCm too": ({ASKS: "current_platform.is_cuda_alike()"}, "needed"),
+    "asked in the hook": (
+        {GUARD: "    _setup_tilelang_jit_hook()\n",
+         "if _tilelang_hook_installed:": "if _tilelang_hook_installed or current_platform.is_rocm():"}, "unknown",
+    ),
+    "asked nowhere": ({GUARD: "    _setup_tilelang_jit_hook()\n"}, "needed"),
+}  # fmt: skip
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("fork", FORKS)
+def test_who_decides_whether_tilelang_is_watched(fork):
+    changes, kind = FORKS[fork]
+    source = (tree("0.33.0") / "vllm" / "utils" / "jit_monitor.py").read_text()
+    for old, new in changes.items():
+        assert old in source
+        source = source.replace(old, new)
+    verdict = jit_monitor.examine(ast.parse(source))
+    assert verdict.kind == kind, verdict

@@ -140,6 +140,14 @@ def test_shapes():
     renamed = "from aiter.ops import kernel\n" + flag.partition("\n")[2].replace("GDN_AITER_TRITON_AVAILABLE", "kernel")
     assert verdict("gdn", renamed).kind == "unknown", "nobody would know of a broken AITER"
     assert verdict("eplb_nixl", EARLY.strip() + " as Wrapper\n" + CLASS).kind != "clear"
+    owner = "class QwenGatedDeltaNetAttention: ...\n"
+    for asked in (
+        "from .kernels import GDN_AITER_TRITON_AVAILABLE\n",
+        "GDN_AITER_TRITON_AVAILABLE: bool = ask()\n",
+        "USE_AITER = rocm_aiter_ops.are_gdn_triton_kernels_available()\n",
+    ):
+        assert verdict("gdn", asked + owner).kind == "unknown", "what is asked may import it"
+        assert verdict("gdn", f"def f():\n    {asked}" + owner).kind == "clear"
 
 
 @pytest.mark.unit

@@ -9,6 +9,7 @@ import types
 
 import pytest
 from on_release import report
+from releases import tree
 
 from vllm_rocm_fixes.mend import mend
 from vllm_rocm_fixes.patches import mhc
@@ -61,6 +62,83 @@ def test_a_probe_that_is_not_known_is_left_alone():
     assert mhc.examine(ast.parse("x = 1")).kind == "unknown"
     used = head + "def forward(x):\n    from aiter.ops.mhc import mhc_pre\n    return mhc_pre(x)\n"
     assert mend(used, "mhc.py", [mhc.PATCH]).outcomes[0].verdict.kind == "clear"
+
+
+FUSED = """    try:
+        from aiter.ops.mhc import mhc_fused_post_pre
+    except Exception:
+        return False
+    return callable(mhc_fused_post_pre)
+"""
+NORM = "        from aiter.ops import mhc as aiter_mhc\n"
+BOTH = 'if "norm_weight" in parameters and "norm_eps" in parameters:'
+FORKS = {
+    "fused: on some GPUs": (
+        FUSED,
+        FUSED.replace(
+            "return callable", "from vllm.platforms.rocm import on_gfx950\n    return on_gfx950() and callable"
+        ),
+    ),
+    "fused: not with a kernel that is broken": (
+        FUSED,
+        FUSED.replace("    return c", "    if BROKEN:\n        return False\n    return c"),
+    ),
+    "fused: more in the try": (FUSED, FUSED.replace("    except", "        check(mhc_fused_post_pre)\n    except")),
+    "fused: another end": (FUSED, FUSED.replace("        return False", "        return OLD_ONE")),
+    "fused: an else": (FUSED, FUSED.replace("    return c", "    else:\n        check()\n    return c")),
+    "fused: a finally": (FUSED, FUSED.replace("    return c", "    finally:\n        check()\n    return c")),
+    "norm: a third parameter": (BOTH, BOTH.replace(":", ' and "norm_layout" in parameters:')),
+    "norm: one of both": (BOTH, BOTH.replace(" and ", " or ")),
+    "norm: neither": (BOTH, BOTH.replace('" in', '" not in')),
+    "norm: a list in AITER": (
+        NORM,
+        f'{NORM}        if op_name in getattr(aiter_mhc, "WITHOUT_NORM", ()):\n            return False\n',
+    ),
+    "norm: a flag": (NORM, f"{NORM}        if BROKEN:\n            raise ImportError\n"),
+    "norm: on some GPUs": (
+        NORM,
+        f"{NORM}        from vllm.platforms.rocm import on_gfx950\n"
+        "        if on_gfx950():\n            raise ImportError\n",
+    ),
+    "norm: a flag of AITER's": (NORM, f"{NORM}        if aiter_mhc.BROKEN:\n            raise ImportError\n"),
+    "norm: after it": (
+        "        pass\n    return False",
+        "        pass\n    if OLD_ONE:\n        return True\n    return False",
+    ),
+    "asked of another module": (FUSED, '    return rocm_aiter_ops.has_mhc_op("mhc_fused_post_pre")\n'),
+    "asked by name": (FUSED, '    return callable(resolve_obj_by_qualname("aiter.ops.mhc.mhc_fused_post_pre"))\n'),
+    "asked at once of another module": ("= _has_aiter_mhc_fused()", "= rocm_aiter_ops.has_mhc_op(FUSED)"),
+    "asked below a condition": ("= _has_aiter_mhc_fused()", "= HAS_AITER_MHC and rocm_aiter_ops.has_mhc_op(FUSED)"),
+}
+
+
+def forked(release, before, after):
+    text = (tree(release) / "vllm/model_executor/layers/mhc.py").read_text()
+    assert before in text
+    return text.replace(before, after, 1)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("release", ["0.30.0", "0.33.0"])
+@pytest.mark.parametrize("fork", FORKS)
+def test_a_probe_that_decides_something_else_too_is_left_alone(fork, release):
+    text = forked(release, *FORKS[fork])
+    assert mhc.examine(ast.parse(text)).kind == "unknown"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("release", ["0.30.0", "0.33.0"])
+def test_what_comes_before_a_probes_question_stays(release):
+    text = forked(
+        release,
+        "_has_aiter_mhc_fused() -> bool:\n",
+        '_has_aiter_mhc_fused() -> bool:\n    """Whether aiter has it."""\n    if not FUSED:\n        return False\n',
+    )
+    mended = mend(text, "mhc.py", [mhc.PATCH])
+    assert mended.outcomes[0].applied
+    source = ast.unparse(mended.tree)
+    assert source.index("if not FUSED:") < source.index("_from_source")
+    assert mhc.examine(ast.parse(source)).kind == "clear"
 
 
 SOURCE = "def mhc_fused_post_pre(x): ...\ndef mhc_pre(x, norm_weight=None, norm_eps=None): ...\n"

@@ -165,6 +165,19 @@ EDITS = {
         FLASHINFER,
         f"{FLASHINFER}    import vllm.other as x\n",
     ),
+    ("flashinfer_all_reduce", "0.33.0", "asked of vLLM"): (
+        "fi_ar_available = False\n",
+        "fi_ar_available = has_flashinfer_comm()\n",
+    ),
+    ("all2all_utils", "0.33.0", "in a function that is called"): (
+        "\ndef get_ep_all2all_manager(",
+        "\ndef mori():\n    from .prepare_finalize.mori import X\n\n\nmori()\n\n\ndef get_ep_all2all_manager(",
+    ),
+    ("all2all_utils", "0.33.0", "by name"): (
+        "\ndef get_ep_all2all_manager(",
+        "\nX = resolve_obj_by_qualname('vllm.model_executor.layers.fused_moe.prepare_finalize.mori.X')\n"
+        "\n\ndef get_ep_all2all_manager(",
+    ),
     ("flashinfer_all_reduce", "0.33.0", "two at once"): (FLASHINFER, f"{FLASHINFER}    import flashinfer, os\n"),
     ("flashinfer_all_reduce", "0.33.0", "a flag of its own"): (FLASHINFER, f"{FLASHINFER}    mode = 2\n"),
     ("flashinfer_all_reduce", "0.33.0", "a call"): (FLASHINFER, f"{FLASHINFER}    register()\n"),

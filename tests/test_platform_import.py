@@ -10,6 +10,7 @@ import pytest
 from releases import tree
 
 from vllm_rocm_fixes import node
+from vllm_rocm_fixes.mend import mend
 from vllm_rocm_fixes.patches import platform_import
 
 CHILD = """
@@ -61,3 +62,36 @@ def test_shapes():
         "x = 1": "unknown",
     }
     assert {text: platform_import.examine(ast.parse(text)).kind for text in verdicts} == verdicts
+
+
+WARNS = '        logger.warning_once(\n            "Failed to get GCN'
+INIT = "        amdsmi_init()\n        try:\n            return fn("
+FORKS = {
+    "as an error": {WARNS: WARNS.replace("warning", "error")},
+    "in the decorator": {INIT: f"        logger.info_once('asking amdsmi')\n{INIT}"},
+    "in a static method": {
+        WARNS: WARNS.replace("logger.warning_once", "_Say.once"),
+        "def _get_gcn_arch()": "class _Say:\n    @staticmethod\n    def once(what):\n"
+        "        logger.warning_once(what)\n\n\ndef _get_gcn_arch()",
+    },
+}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("fork", FORKS)
+def test_what_is_said_while_it_is_imported_is_found(fork):
+    source = (tree("0.23.0") / "vllm" / "platforms" / "rocm.py").read_text()
+    for old, new in FORKS[fork].items():
+        assert old in source
+        source = source.replace(old, new)
+    mended = mend(source, "rocm.py", [platform_import.PATCH])
+    assert mended.outcomes[0].applied, mended.outcomes[0]
+    scopes = ast.unparse(mended.tree).count("scope='process'")
+    assert scopes == source.count("scope='process'") + 1 + (fork == "in the decorator")
+
+
+@pytest.mark.unit
+def test_a_logger_that_is_handed_on_is_not_called_clear():
+    source = (tree("0.23.0") / "vllm" / "platforms" / "rocm.py").read_text()
+    changed = source.replace(WARNS, WARNS.replace("logger.warning_once", "say = logger.warning_once\n        say"))
+    assert changed != source and platform_import.examine(ast.parse(changed)).kind == "unknown"

@@ -15,6 +15,7 @@ from releases import NIGHTLIES, releases, tree
 from vllm_rocm_fixes.mend import mend
 from vllm_rocm_fixes.patches import sampler
 from vllm_rocm_fixes.patches.sampler import PATCH
+from vllm_rocm_fixes.syntax import function
 
 MENDED = [(release, side) for release in RELEASES for side in ("live", "import")] + [(r, "doors") for r in DOORS]
 each_side = pytest.mark.parametrize(("release", "side"), MENDED)
@@ -189,7 +190,23 @@ def test_every_release_is_needed_and_mended_once(release):
 
 
 CAUGHT = "(ImportError, OSError, RuntimeError, CalledProcessError)"
+HANDLER = f"except {CAUGHT} as err:\n"
 FORKS = {
+    "a handler that counts": ("0.33.0", HANDLER, f"{HANDLER}            self.fallbacks += 1\n"),
+    "a handler that raises some again": (
+        "0.33.0",
+        HANDLER,
+        f"{HANDLER}            if 'HIP error' in str(err):\n                raise\n",
+    ),
+    "a second handler": ("0.33.0", HANDLER, f"except torch.OutOfMemoryError:\n            raise\n        {HANDLER}"),
+    "a module from elsewhere": (
+        "0.33.0",
+        "self.aiter_ops = None",
+        "self.aiter_ops = rocm_aiter_ops.load_sampling_ops()",
+    ),
+    "torch.ops.aiter, not imported": ("0.24.0", "self.aiter_ops = None", "self.aiter_ops = torch.ops.aiter"),
+    "another module in the same try": ("0.23.0", "self.aiter_ops = torch.ops.aiter", "self.aiter_ops = vendor.aiter"),
+    "the call alone survives SystemExit": ("0.33.0", CAUGHT, "(Exception, SystemExit)"),
     "AITER under another name": ("0.33.0", "aiter", "vendor"),
     "the class renamed": ("0.33.0", "class TopKTopPSampler(", "class VendorSampler("),
     "forward_hip renamed": ("0.23.0", "def forward_hip(", "def forward_rocm("),
@@ -266,19 +283,21 @@ def test_a_handler_that_raises_again_catches_nothing():
         "except Exception as err:\n            # The", "except BaseException as err:  # The"
     )
     fixed = fixed.replace("return _aiter_temp_gumbel_sample(logits, generators), None", "return None")
-    old = f"except {CAUGHT} as err:\n"
-    assert old in fixed and verdict(fixed.replace(old, "except BaseException as err:\n")).kind == "clear"
-    assert verdict(fixed.replace(old, "except BaseException as err:\n            raise\n")).kind == "needed"
+    assert HANDLER in fixed and verdict(fixed.replace(HANDLER, "except BaseException as err:\n")).kind == "clear"
+    raising = "except BaseException as err:\n            raise\n"
+    assert verdict(fixed.replace(HANDLER, raising)).kind == "unknown"
 
 
 @pytest.mark.unit
-def test_a_handler_of_the_forks_is_kept():
-    last = "            return self.forward_native(logits, generators, k, p)\n\n    def aiter_sample("
-    assert last in source("0.33.0")
-    changed = source("0.33.0").replace(last, f"            count_it()\n{last}")
-    mended = mend(changed, "sampler.py", [PATCH])
-    assert mended.outcomes[0].applied
-    assert "count_it()" in ast.unparse(mended.tree)
+def test_stocks_import_stays_where_stocks_call_does():
+    """gfx1250's kernel alone is mended where import and call of the other survive everything."""
+    fixed = source("0.33.0").replace(
+        "except Exception as err:\n            # The", "except BaseException as err:  # The"
+    )
+    mended = mend(fixed.replace(CAUGHT, "(Exception, SystemExit)"), "sampler.py", [PATCH])
+    assert mended.outcomes[0].applied, mended.outcomes[0]
+    hip = ast.unparse(function(mended.tree, "TopKTopPSampler.forward_hip"))
+    assert "kernel=_aiter_temp_gumbel_sample" in hip and "not self._init_aiter_ops()" in hip
 
 
 @pytest.mark.unit

@@ -16,6 +16,17 @@ HIDDEN = {
     "by import_module": "import importlib\nm = importlib.import_module('{0}.x')\n",
     "by a name that isn't said": "from importlib import import_module\nn = import_module(name)\n",
     "by __import__": "try:\n    __import__('{0}')\nexcept ImportError:\n    pass\n",
+    "by another name of import_module": "from importlib import import_module as load\nm = load('{0}.x')\n",
+    "by a name it was given": "import importlib\nload = importlib.import_module\nm = load('{0}.x')\n",
+    "by another name of the function": "def f():\n    import {0}\ng = f\ng()\n",
+    "by vLLM's way to import by name": "f = resolve_obj_by_qualname('{0}.x.y')\n",
+    "through a lazy module": "lazy = LazyLoader('lazy', globals(), '{0}.x')\nHAS = lazy.y\n",
+    "through a lazy module that is asked": "lazy = LazyLoader('lazy', globals(), '{0}.x')\nHAS = hasattr(lazy, 'y')\n",
+    "in a lambda that is called at once": "HAS = (lambda: __import__('{0}'))()\n",
+    "in a lambda that is called": "has = lambda: __import__('{0}')\nHAS = has()\n",
+    "in a property": "class C:\n    @property\n    def has(self):\n        import {0}\nHAS = C().has\n",
+    "in an object that is called": "class C:\n    def __call__(self):\n        import {0}\nC()()\n",
+    "in a base": "class C:\n    def __init_subclass__(cls):\n        import {0}\nclass D(C):\n    pass\n",
     "not for types": "if TYPE_CHECKING:\n    pass\nelse:\n    class Names:\n        import {0}\n",
 }
 LATE = {
@@ -23,6 +34,9 @@ LATE = {
     "in a function": "def f():\n    import {0}\ndef g():\n    f()\n    import_module('{0}')\n",
     "in a method": "class C:\n    def f(self):\n        import {0}\nC().f\n",
     "in a lambda": "f = lambda: __import__('{0}')\n",
+    "a lazy module": "lazy = LazyLoader('lazy', globals(), '{0}.x')\ndef f():\n    return lazy.y\n",
+    "a lambda in a table": "table['x'] = lambda: __import__('{0}')\nprint(len([]))\n",
+    "in a property that nobody reads": "class C:\n    @property\n    def has(self):\n        import {0}\nC().also\n",
     "for types": "if TYPE_CHECKING:\n    class Names:\n        import {0}\n",
     "another": "class Names:\n    import {0}_too\nm = import_module('{0}_too')\n",
     "a call of itself": "def f():\n    f()\nf()\n",
@@ -60,6 +74,14 @@ def test_nobody_calls_it_clear(name):
     for case, late in LATE.items():
         if case != "plain":
             assert patch.examine(ast.parse(late.format(package) + owner)).kind == "clear", late
+
+
+@pytest.mark.parametrize("name", ["nixl_utils", "distributed.nixl_utils"])
+@pytest.mark.parametrize("statement", ["from ..{0} import x", "class C: from ..{0} import x"])
+def test_a_relative_import_of_a_module_of_vllm_is_hidden(name, statement):
+    assert hidden_imports(ast.parse(statement.format(name)), "vllm.distributed.nixl_utils")
+    assert not hidden_imports(ast.parse(statement.format(f"{name}_too")), "vllm.distributed.nixl_utils")
+    assert not hidden_imports(ast.parse(f"def f():\n    {statement.format(name)}"), "vllm.distributed.nixl_utils")
 
 
 def test_an_import_of_aiter_in_another_shape_is_unknown():

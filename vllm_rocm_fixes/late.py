@@ -89,8 +89,8 @@ def movable(block: Block) -> list[str]:
 def binding(bound: Sequence[str], at: ast.stmt) -> tuple[ast.FunctionDef, Block]:
     """A function that binds these names of the module once it has a body, for a patch that moves statements by itself.
 
-    Returns it, and it with a `__getattr__` that asks it: they go before the statement `at`. Its second argument, which
-    nobody gives, tells the names.
+    Returns it, and it with a `__getattr__` that asks it: they go before the statement `at`. Its second argument only
+    tells the names.
     """
     code = f"def {BINDER}(name, names={tuple(bound)!r}):\n    global {', '.join(bound)}\n{_GETATTR}"
     new = parse_statements(code, at)
@@ -107,7 +107,7 @@ def asking(names: Sequence[str], at: ast.stmt, helper: tuple[str, str] = (__name
     )
 
 
-def count_as_absent(attempt: ast.Try, package: str) -> None:
+def catch_whatever(attempt: ast.Try, package: str) -> None:
     """Let the handler of an import's `try` take whatever the import raises, as it takes a package that isn't there."""
     handler = attempt.handlers[0]
     handler.type = parse_expression("(Exception, SystemExit)", handler)

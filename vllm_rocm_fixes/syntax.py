@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeGuard, TypeVar
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -149,25 +149,48 @@ def early_imports(block: Block, *packages: str) -> list[ast.Import | ast.ImportF
 
 
 def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
-    """What imports one of the packages while the module runs, without being a statement of module scope.
+    """What imports one of the packages while the module runs, without being an absolute import of module scope.
 
-    That is an import in the body of a class, in a function that runs then (called, or a decorator; any of that name
-    counts), or by import_module. A function that is handed on is taken for one that is not called.
+    That is an import in the body of a class, in a function that runs then (called, read as a property, or a decorator;
+    any of that name counts), by import_module, or relative. A function that is handed on is taken for one that is not
+    called.
     """
+    nodes = everything(tree)
+    plain = {id(s) for _, s in statements(tree.body) if not getattr(s, "level", 0)}
+    aliases = {a.asname: a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names if a.asname}
+    for assignment in (n for n in nodes if isinstance(n, ast.Assign) and _spelt(n.value)):
+        aliases |= {_spelt(target): _spelt(assignment.value) for target in assignment.targets}
+
+    lazy = {
+        _spelt(target)
+        for made in (
+            n for n in nodes if isinstance(n, ast.Assign) and _spelt(getattr(n.value, "func", n)) == "LazyLoader"
+        )
+        if any(_within(string(n), package) for n in everything(made.value) for package in packages)
+        for target in made.targets
+    }
 
     def brings(node: ast.AST) -> bool:
+        if isinstance(node, ast.Attribute):
+            return _spelt(node.value) in lazy
         if isinstance(node, ast.Call):
-            return imports_by_name(node, *packages)
-        return isinstance(node, ast.Import | ast.ImportFrom) and any(_is_of(node, package) for package in packages)
+            asks = _spelt(node.func) in ("hasattr", "getattr") and any(_spelt(a) in lazy for a in node.args[:1])
+            return asks or imports_by_name(node, *packages, aliases=aliases)
+        return isinstance(node, ast.Import | ast.ImportFrom) and any(
+            _is_of(node, package) or _may_be_of(node, package) for package in packages
+        )
 
-    nodes = everything(tree)
-    plain = {id(s) for _, s in statements(tree.body)}
     if not any(brings(node) for node in nodes if id(node) not in plain):
         return []
-    resting: dict[str, list[Block]] = {}  # what doesn't run yet, by the name that it is called by
-    for part in (n for n in nodes if isinstance(n, Definition)):
-        made = [s.body for s in part.body if isinstance(s, Function) and s.name in _MAKING]
-        resting.setdefault(part.name, []).extend(made if isinstance(part, ast.ClassDef) else [part.body])
+    resting: dict[str, list[Sequence[ast.AST]]] = {}  # what doesn't run yet, by the name that it is called by
+    for part in nodes:
+        if isinstance(part, Definition):
+            made = [s.body for s in part.body if isinstance(s, Function) and s.name in _MAKING]
+            resting.setdefault(part.name, []).extend(made if isinstance(part, ast.ClassDef) else [part.body])
+        elif isinstance(part, ast.Assign) and isinstance(part.value, ast.Lambda):
+            for target in part.targets:
+                resting.setdefault(_spelt(target), []).append([part.value.body])
+    properties = {n.name for n in nodes if isinstance(n, Function) and _is_property(n)}
     found: list[ast.AST] = []
     now: list[ast.AST] = list(tree.body)
     for node in now:
@@ -178,17 +201,28 @@ def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
         else:
             now += ast.iter_child_nodes(node)
         called = list(getattr(node, "decorator_list", []))
-        if not isinstance(node, ast.ClassDef):  # whose decorators are among its children
+        if isinstance(node, ast.ClassDef):
+            called += node.bases
+        else:  # a class's decorators are among its children
             now += called
         if isinstance(node, ast.Call):
             called += [node.func, *(node.args if _spelt(node.func) in ("map", "filter") else [])]
+        elif isinstance(node, ast.Attribute) and node.attr in properties:
+            called.append(node)
         if id(node) not in plain and brings(node):
             found.append(node)
-        now += [s for function in called for body in resting.pop(_spelt(function), []) for s in body]
+        now += [function.body for function in called if isinstance(function, ast.Lambda)]
+        by = {name for function in called for name in (_spelt(function), aliases.get(_spelt(function), ""))} - {""}
+        now += [s for name in by for body in resting.pop(name, []) for s in body]
     return found
 
 
-_MAKING = ("__new__", "__init__", "__post_init__")  # what a class's name runs when it is called
+# What runs where a class is called, entered, or made.
+_MAKING = ("__new__", "__init__", "__post_init__", "__call__", "__enter__", "__init_subclass__")
+
+
+def _is_property(function: Function) -> bool:
+    return any("property" in _spelt(decorator) for decorator in function.decorator_list)
 
 
 def _spelt(function: ast.AST) -> str:
@@ -196,10 +230,13 @@ def _spelt(function: ast.AST) -> str:
     return spelt if isinstance(spelt, str) else ""
 
 
-def imports_by_name(call: ast.Call, *packages: str) -> bool:
-    """Whether a call imports one of the packages, or something that isn't said; find_spec imports what is above."""
-    spelt = _spelt(call.func)
-    if spelt not in ("import_module", "__import__", "find_spec"):
+def imports_by_name(call: ast.Call, *packages: str, aliases: Mapping[str, str] = {}) -> bool:
+    """Whether a call imports one of the packages, or something that isn't said; find_spec imports what is above.
+
+    aliases are other names that the source gives to functions.
+    """
+    spelt = aliases.get(_spelt(call.func), _spelt(call.func))
+    if spelt not in ("import_module", "__import__", "find_spec", "resolve_obj_by_qualname"):
         return False
     named = [k.value for k in call.keywords if k.arg == "name"]
     wanted = string([*call.args, *named, None][0])
@@ -214,25 +251,27 @@ def _is_of(statement: ast.Import | ast.ImportFrom, package: str) -> bool:
     return statement.level == 0 and _within(statement.module, package)
 
 
+def _may_be_of(statement: ast.Import | ast.ImportFrom, package: str) -> bool:
+    """Whether a relative import may be one of a module of vLLM's: a tree doesn't say in which package it lies."""
+    if isinstance(statement, ast.Import) or statement.level == 0 or not package.startswith("vllm."):
+        return False
+    named = [statement.module] if statement.module else [alias.name for alias in statement.names]
+    return any(package.endswith(f".{name}") for name in named)
+
+
 def _within(name: str | None, package: str) -> bool:
     return name is not None and (name == package or name.startswith(package + "."))
 
 
 def for_type_checkers(statement: ast.AST) -> TypeGuard[ast.If]:
     """Whether a statement is `if TYPE_CHECKING:`, spelt with or without its module: what is in its body never runs."""
-    test = statement.test if isinstance(statement, ast.If) else None
-    return getattr(test, "attr", getattr(test, "id", None)) == "TYPE_CHECKING"
+    return isinstance(statement, ast.If) and _spelt(statement.test) == "TYPE_CHECKING"
 
 
 def calls(node: ast.AST, dotted_name: str) -> list[ast.Call]:
     """All calls at or below node whose function is spelt like that, such as `self.aiter_sample`."""
     last = dotted_name.rpartition(".")[2]  # unparsing each call of a module would take most of a mend's time
-
-    def matches(call: ast.Call) -> bool:
-        spelt = getattr(call.func, "attr", None) or getattr(call.func, "id", None)
-        return spelt == last and ast.unparse(call.func) == dotted_name
-
-    return find(node, ast.Call, matches)
+    return find(node, ast.Call, lambda c: _spelt(c.func) == last and ast.unparse(c.func) == dotted_name)
 
 
 def names(node: ast.AST) -> set[str]:
