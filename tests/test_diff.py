@@ -100,6 +100,12 @@ def test_line_ends_of_a_file_are_kept_through_the_diff(tmp_path):
     assert same(ast.parse(written), next(t for p, _, t in mended("0.23.0") if p == path))
 
 
+def test_every_patch_has_its_record_in_its_header():
+    for patch in SERIES:
+        said = diffs.header(patch).decode()
+        assert "\n Stock" in said or "\n What stock does" in said, patch.name
+
+
 def test_names_choose_patches_and_the_header_is_of_dep_3():
     done = diff("aiter_ops", "--vllm", tree("0.23.0"))
     assert done.returncode == 0

@@ -282,7 +282,9 @@ def test_others_find_what_they_find_on_stock(shop):
 
 
 def test_a_reload_binds_late_names_anew_as_stock_does(shop):
-    (shop / "late.py").write_text("from colorsys import rgb_to_hsv\n\ndef use():\n    return rgb_to_hsv\n")
+    (shop / "late.py").write_text(
+        "if len('1'):\n    from colorsys import rgb_to_hsv\n\ndef use():\n    return rgb_to_hsv\n"
+    )
     code = """
         import colorsys
         from vllm_rocm_fixes.late import defer
@@ -298,7 +300,9 @@ def test_a_reload_binds_late_names_anew_as_stock_does(shop):
         first = late.use()
         colorsys.rgb_to_hsv = lambda *_: "another"
         kept = late.use() is first
+        late.len = len  # what the import only asks for
         importlib.reload(late)
+        kept = kept and "len" in vars(late)
         print(json.dumps([kept, late.use() is colorsys.rgb_to_hsv, "_rocm_fixes_late" in vars(late)]))
     """
     for way, mended in (("stock", False), ("ours", True)):
@@ -369,17 +373,20 @@ def test_a_guard_may_forbid_an_import(shop):
     said = child(
         """
         def forbids(name):
-            raise ImportError(name + " would abort the interpreter")
+            raise ImportError(name + " would abort the interpreter", name=name)
 
-        enter({"shop.goods": [forbids]})
+        def gone(name):
+            raise ModuleNotFoundError("the guard's own file was taken away", name="overlay.guard")
+
+        enter({"shop.goods": [gone, forbids]})
         try:
             import shop.goods
         except ImportError as error:
-            print(json.dumps([str(error), "shop.goods" in sys.modules, errors]))
+            print(json.dumps([str(error), "shop.goods" in sys.modules, [str(e) for _, e in errors]]))
         """,
         shop.parent,
     )
-    assert said == ["shop.goods would abort the interpreter", False, []]
+    assert said == ["shop.goods would abort the interpreter", False, ["the guard's own file was taken away"]]
 
 
 def test_an_error_in_the_module_leaves_through_the_guards(shop):

@@ -283,3 +283,12 @@ def test_same_code_wherever_it_stands():
     )
     assert live.same(one, two) and not live.same(one, three)
     assert not live.same(0.0, -0.0) and not live.same(1, True) and live.same((1, "a"), (1, "a"))
+
+
+def test_annotations_that_an_edit_moves_are_no_function_of_stocks():
+    """Python 3.14 makes a function of them."""
+    late = "def fallback(a: int) -> int: ...\n"
+    stock = f"try:\n    x: int = 1\nexcept ImportError:\n    {late}\ndef f() -> str:\n    return 'stock'\n"
+    moved = f"def late():\n    {late}\ndef f() -> str:\n    return 'mended'\n"
+    module = load(stock)
+    assert mend(module, moved, stock).changed == ["f"] and module.f() == "mended"

@@ -138,3 +138,22 @@ def test_an_edit_reads_no_name_that_the_module_lacks(platform, elsewhere):
     done = mend(f"import {platform}\ndef f():\n    return 'early'\n{elsewhere}", "m.py", [patch(mend=edit)])
     assert done.outcomes[0].applied == (platform == "platform")
     assert done.outcomes[0].applied or "reads platform" in done.outcomes[0].failed
+
+
+@pytest.mark.parametrize(("behind", "applied"), [("use(x)", True), ("x = 1\n    use(x)", True), ("return x", False)])
+def test_an_edit_leaves_no_name_unbound_that_the_source_reads(behind, applied):
+    """What is moved below an `if` may bind what is read behind it."""
+
+    def edit(tree):
+        block = tree.body[1].body
+        block[0].value.value = "late"
+        gate = parse_statements("if len('x'):\n    pass", block[0])[0]
+        gate.body = [block.pop(0)]
+        if behind == "use(x)":
+            gate.body.append(block.pop(0))
+        block.insert(0, gate)
+
+    source = f"from os import use\ndef f():\n    x = 'early'\n    {behind}\n"
+    done = mend(source, "m.py", [patch(mend=edit)])
+    assert [o.applied for o in done.outcomes] == [applied], done.outcomes[0].failed
+    assert applied or "binds x under a condition" in done.outcomes[0].failed

@@ -281,17 +281,21 @@ def test_what_mended_code_calls_is_there_before_it_is_called(shelf):
                 edit(tree)
                 tree.body[0].body[:0] = ast.parse(f"from vllm_rocm_fixes.{module} import anything").body
             return edit_and_call
-        for name, module in (("late", "checks"), ("fixed", "gone")):
+        for name in ("late", "fixed", "early"):
             text = f"def f():\\n    return 'stock'\\n"
             open(vllm.__path__[0] + f"/{name}.py", "w").write(text)
-        p = process.Process([patch("late", mend=calls("checks")), patch("fixed", mend=calls("gone"))], ())
+        called = {"late": "checks", "fixed": "gone", "early": "locks"}
+        p = process.Process([patch(name, mend=calls(module)) for name, module in called.items()], ())
+        import vllm.early
         p.register()
+        live = "vllm_rocm_fixes.locks" in sys.modules
         before = "vllm_rocm_fixes.checks" in sys.modules
         import vllm.late, vllm.fixed
-        print(json.dumps([before, "vllm_rocm_fixes.checks" in sys.modules, state(p), vllm.fixed.f()]))
+        print(json.dumps([before, "vllm_rocm_fixes.checks" in sys.modules, state(p), vllm.fixed.f(), live]))
         """,
     )
-    before, after, states, fixed = got
+    before, after, states, fixed, live = got
+    assert live and states["early"][0] == "applied"
     assert (before, after) == (False, True) and states["late"][0] == "applied"
     assert states["fixed"][0] == "unknown" and "vllm_rocm_fixes.gone" in states["fixed"][1] and fixed == "stock"
 
@@ -372,7 +376,7 @@ def test_a_guard_that_an_applied_patch_needs_stays(shelf, after, refuse):
 
 
 def test_what_was_switched_off_at_the_platform_door_stays_off(shelf):
-    before, after, line, f = child(
+    before, after, line, f, warned = child(
         shelf,
         """
         installed = []
@@ -385,11 +389,14 @@ def test_what_was_switched_off_at_the_platform_door_stays_off(shelf):
         del os.environ["ROCM_FIXES_SKIP"]
         p.register()
         import vllm.late
-        print(json.dumps([before, {n: r.state for n, r in p.results.items()}, p.line(), vllm.late.f()]))
+        warned = [t for l, t in said if l == "WARNING" and "taken back" in t]
+        print(json.dumps([before, {n: r.state for n, r in p.results.items()}, p.line(), vllm.late.f(), warned]))
         """,
     )
     assert (before, after, f) == ([], {"early": "skipped", "late": "refused"}, "stock")
     assert line.endswith("guards none")
+    back = "stays off: its switch was taken back too late, set it where `ray start` runs"
+    assert warned == [f"early {back}", f"safe {back}"]
 
 
 def test_a_loader_that_changes_the_source_itself_keeps_stock(shelf):
@@ -559,6 +566,7 @@ def test_applied_is_said_of_code_that_has_run(shelf):
             states.append(state(p)["late"][0])
         del builtins.bad
         import vllm.late
+        vllm.late.__loader__.get_code("vllm.late")  # as inspect and debuggers may
         print(json.dumps([*states, *state(p)["late"]]))
         """,
     )
@@ -607,3 +615,20 @@ def test_threads_that_open_the_doors_at_once(shelf):
         """,
     )
     assert got == [[["mended", "mended"]] * 12, 1, 1]
+
+
+def test_a_start_that_is_switched_off_hands_that_to_ray(shelf):
+    handed = child(
+        shelf,
+        """
+        import types
+        platform = type("Platform", (), {"additional_env_vars": ["OTHER"]})()
+        sys.modules["vllm.platforms"] = types.SimpleNamespace(_current_platform=platform)
+        os.environ["ROCM_FIXES"] = "off"
+        p = process.Process([patch("late")], ())
+        p.prepare()
+        p.register()
+        print(json.dumps(platform.additional_env_vars))
+        """,
+    )
+    assert handed[0] == "OTHER" and "ROCM_FIXES" in handed

@@ -17,8 +17,8 @@ __all__ = ["__version__", "current", "prepare", "register"]
 __version__ = "0.1.0"
 _process: list[Process] = []
 _lock = threading.Lock()
-if hasattr(_lock, "_at_fork_reinit"):  # a forked child has none of the threads that may hold it
-    os.register_at_fork(after_in_child=_lock._at_fork_reinit)
+# A forked child has none of the threads that may hold it.
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def prepare() -> None:

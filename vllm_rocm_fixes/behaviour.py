@@ -25,9 +25,10 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from . import series
 from .checks import CannotAsk, watch
 from .importing import Loader, source_of
-from .live import functions, same
+from .live import by_name, same
 from .mend import mend
 from .patch import Mended, Patch
 from .process import Process
@@ -108,8 +109,6 @@ def holds(process: Process, module: ModuleType) -> str | None:
     loader: Any = spec.loader if spec else None
     ours = isinstance(loader, Loader)
     source, filename = source_of(module.__name__, loader.stock if ours else loader, spec.origin if spec else None)
-    if source is None:
-        return "its source isn't there"
     patches = [r.patch for r in process.results.values() if r.patch.module == module.__name__ and r.state == "applied"]
     if not patches:
         return "its module was imported, and the patch wasn't applied"
@@ -121,7 +120,7 @@ def holds(process: Process, module: ModuleType) -> str | None:
     for item in gc.get_objects():
         if type(item) is FunctionType and item.__globals__ is vars(module):
             alive.setdefault(item.__qualname__, []).append(item.__code__)
-    becomes, changed = _by_name(mended.code), list(_changed(stock, mended.code))
+    becomes, changed = by_name(mended.code), list(_changed(stock, mended.code))
     for name, was in changed:
         codes = alive.get(name, [])
         if was is not None and any(same(code, was) for code in codes):
@@ -135,19 +134,11 @@ def holds(process: Process, module: ModuleType) -> str | None:
 
 def _changed(stock: CodeType, mended: CodeType) -> Iterator[tuple[str, CodeType | None]]:
     """The names of functions that the mended tree has anew or different, with stock's code."""
-    before = _by_name(stock)
-    for name, codes in _by_name(mended).items():
+    before = by_name(stock)
+    for name, codes in by_name(mended).items():
         gone = [was for was in before.get(name, ()) if not any(same(was, code) for code in codes)]
         if gone or name not in before:
             yield name, gone[0] if gone else None
-
-
-def _by_name(code: CodeType) -> dict[str, list[CodeType]]:
-    """A name's functions: it may be defined more than once, such as for each platform."""
-    found: dict[str, list[CodeType]] = {}
-    for name, function in functions(code):
-        found.setdefault(name, []).append(function)
-    return found
 
 
 def _import(module: str) -> str | None:
@@ -181,11 +172,8 @@ def _is_here(module: str, root: Path | None) -> bool:
 
 def _asked(patch: Patch) -> tuple[str | None, str | None]:
     """Whether the patch's own check could be asked ("yes", or why not; None: it has none), and what is wrong."""
-    from .patches import SERIES  # type: ignore[import-not-found]  # a folder of that name only once it is installed
-
-    patch = next((real for real in SERIES if real.name == patch.name), patch)  # a warm start's isn't the file's own
-    file = sys.modules[getattr(patch.mend, "func", patch.mend).__module__]  # some are partial
-    check: Any = getattr(file, "behaves", None)
+    patch = next((real for real in series.real() if real.name == patch.name), patch)  # a warm start's isn't the file's
+    check: Any = getattr(patch.file, "behaves", None)
     if check is None:
         return None, None
     try:

@@ -10,7 +10,6 @@ import ast
 import difflib
 import importlib.util
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -91,7 +90,7 @@ def unified(path: PurePosixPath, before: bytes | None, after: bytes) -> bytes:
 
 def header(patch: Patch) -> bytes:
     """The patch's record in the form of DEP-3, which ends with an empty line."""
-    record = (sys.modules[patch.examine.__module__].__doc__ or "").strip().partition("\n")[2].strip("\n")
+    record = (patch.file.__doc__ or "").strip().partition("\n")[2].strip("\n")
     return _header(patch.summary, record, patch.origin, patch.until or "no")
 
 

@@ -2,7 +2,8 @@
 
 The stock finders find the module and the stock loader stays behind ours: file name, source, resources and data are
 its own. Only the code differs, and that is compiled in memory: the stock .pyc is neither read nor written for it.
-A tool whose finder asks all the others, to call hooks after an import say, gets our loader into its own.
+A tool whose finder asks all the others, to call hooks after an import say, gets our loader into its own. One thing more
+differs: a warning of module scope that names its importer (stacklevel=2) names this file.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ Around = Callable[[str], AbstractContextManager[None]]
 
 
 class Finder:
-    """Answers for the modules that are mended or guarded; any other name costs one look-up in a dictionary.
+    """Answers for the modules that are mended or guarded; any other name costs two look-ups in dictionaries.
 
     coders: for each module to be mended, what gives its code (called with the name, the stock loader and the spec's
     origin; None keeps stock). guards: for each guarded package, the contexts in which it is executed; one that raises
-    ImportError forbids the import, any other error of its own is passed to on_error. executed is called with the name
-    of a module whose mended code has run to its end. reminder, where it is set, is called before each import, whatever
-    its name.
+    an ImportError of its name forbids the import, any other error of its own is passed to on_error. executed is
+    called with the name of a module whose mended code has run to its end. reminder, where it is set, is called before
+    each import, whatever its name.
     """
 
     def __init__(
@@ -120,13 +121,13 @@ class Loader:
                 self._finder.executed(name)
 
     def _enter(self, guard: Around, name: str, guards: ExitStack) -> None:
-        """Enter a guard, whose own errors reach on_error and not the importer; ImportError forbids the import."""
+        """Enter a guard, whose own errors reach on_error and not the importer; see Finder for what forbids."""
         try:
             context = guard(name)
             context.__enter__()
-        except ImportError:
-            raise
         except Exception as error:
+            if isinstance(error, ImportError) and error.name == name:  # another one says that the guard's file is gone
+                raise
             self._finder.on_error(name, error)
         else:
             guards.callback(self._leave, context, name)

@@ -58,9 +58,12 @@ class Transplant:
 
 
 def functions(code: CodeType, prefix: str = "") -> Iterator[tuple[str, CodeType]]:
-    """(qualified name, code) of every function and method below a module's code; inner functions are part of theirs."""
+    """(qualified name, code) of every function and method below a module's code; inner functions are part of theirs.
+
+    Left out are lambdas and comprehensions, and what Python 3.14 makes of annotations.
+    """
     for constant in code.co_consts:
-        if isinstance(constant, CodeType) and not constant.co_name.startswith("<"):
+        if isinstance(constant, CodeType) and not constant.co_name.startswith(("<", "__annotate")):
             name = prefix + constant.co_name
             if constant.co_flags & _OPTIMIZED:
                 yield name, constant
@@ -86,7 +89,7 @@ def transplant(module: ModuleType, stock: CodeType, mended: Mended) -> Transplan
     """
     assert mended.code is not None
     done = Transplant(scope_ran=not same(_without_functions(stock), _without_functions(mended.code)))
-    old, new = _by_name(stock), _by_name(mended.code)
+    old, new = by_name(stock), by_name(mended.code)
     swaps: list[tuple[str, FunctionType, CodeType]] = []
     clears: list[Callable[[], object]] = []
     for name, codes in new.items():
@@ -123,7 +126,8 @@ def transplant(module: ModuleType, stock: CodeType, mended: Mended) -> Transplan
     return done
 
 
-def _by_name(code: CodeType) -> dict[str, list[CodeType]]:
+def by_name(code: CodeType) -> dict[str, list[CodeType]]:
+    """A name's functions: it may be defined more than once, such as for each platform."""
     found: dict[str, list[CodeType]] = {}
     for name, function in functions(code):
         found.setdefault(name, []).append(function)
@@ -208,7 +212,7 @@ def _unused(module: ModuleType, name: str, code: CodeType, definitions: list[Cod
 def _left_behind(name: str, was: CodeType, becomes: CodeType) -> list[str]:
     """Who still runs the old code of a function: copies of the function follow, what can't is named."""
     unreached = []
-    if _references(was) > _ALONE:
+    if sys.getrefcount(was) > _ALONE:
         for holder in gc.get_referrers(was):
             if type(holder) is FunctionType:
                 holder.__code__ = becomes
@@ -228,15 +232,11 @@ def _inside(code: CodeType) -> list[CodeType]:
     return inner + [c for body in inner if not body.co_flags & _OPTIMIZED for c in _inside(body)]
 
 
-def _references(code: CodeType) -> int:
-    return sys.getrefcount(code)
-
-
 def _count_alone() -> int:
-    """What _references says, called as _left_behind is, of a code object that nobody else holds."""
+    """What getrefcount says in _left_behind of a code object that nobody else holds."""
 
     def left_behind(was: CodeType) -> int:
-        return _references(was)
+        return sys.getrefcount(was)
 
     function = eval("lambda: 0")
     was, function.__code__ = function.__code__, (lambda: 1).__code__

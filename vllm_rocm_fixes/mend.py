@@ -87,46 +87,51 @@ def _apply(patch: Patch, tree: ast.Module, site: Site, failures: dict[str, str])
 
 def _complaint(tree: ast.Module) -> str | None:
     """What is wrong with an edit, else None: a name that it binds where the source has another use for it, or reads
-    where nothing binds it, or a node that it gave no position.
+    where nothing binds it, or that it leaves bound below an `if` of its own alone; or a node without a position.
 
     What an edit put in stands at a point, and stock's own nodes don't: see syntax.place.
     """
     outer = [s for s in outside_functions(tree.body) if isinstance(s, Function)]
     scope = {id(node): function for function in outer for node in everything(function)}
+    gates = [n for n in everything(tree) if isinstance(n, ast.If) and not n.orelse and id(n) in scope and _inserted(n)]
+    gated = {id(node) for gate in gates for statement in gate.body for node in everything(statement)}
     ours: set[tuple[Function | None, str]] = set()  # bound by the edit, and in which function
     theirs: set[tuple[Function | None, str]] = set()
     read: set[tuple[Function | None, str]] = set()  # by the edit
     bound: set[tuple[Function | None, str]] = set()
+    always: set[tuple[Function | None, str]] = set()  # bound, and not by what an edit's `if` may leave out
+    used: set[tuple[Function | None, str]] = set()  # read, outside of those
     shared: set[str] = set()
     for node in everything(tree):
         if "lineno" in node._attributes and not hasattr(node, "lineno"):
             return f"puts in a {type(node).__name__} without a position"
-        here = scope.get(id(node))
+        here, binds = scope.get(id(node)), True
         if isinstance(node, ast.Name):
-            loads = isinstance(node.ctx, ast.Load)
-            if not _inserted(node):
-                theirs.add((here, node.id))
-            elif loads:
-                read.add((here, node.id))
-            else:
-                ours.add((here, node.id))
-            bound |= set() if loads else {(here, node.id)}
+            name, binds = node.id, not isinstance(node.ctx, ast.Load)
         elif isinstance(node, ast.arg | ast.alias):
             name = node.arg if isinstance(node, ast.arg) else node.asname or node.name.partition(".")[0]
-            bound.add((here, name))
-            ours |= {(here, name)} if _inserted(node) else set()
         elif isinstance(node, Definition | ast.ExceptHandler):
-            here = None if node in outer else here
-            bound.add((here, node.name or ""))
-            ours |= {(here, node.name or "")} if _inserted(node) else set()
-        elif isinstance(node, ast.Global):
-            shared.update(node.names)
+            name, here = node.name or "", None if node in outer else here
+        else:
+            shared.update(node.names if isinstance(node, ast.Global) else ())
+            continue
+        if _inserted(node):
+            (ours if binds else read).add((here, name))
+        elif isinstance(node, ast.Name):
+            theirs.add((here, name))
+        if binds:
+            bound.add((here, name))
+        if id(node) not in gated:
+            (always if binds else used).add((here, name))
     clash = {name for here, name in theirs if {(here, name), (None, name)} & ours} - shared
     if clash:
         return f"needs the name {min(clash)}, and the source uses it"
     known = {name for here, name in bound if here is None} | shared | set(dir(builtins))
     missing = {name for here, name in read - bound} - known
-    return f"reads {min(missing)}, which the source doesn't have" if missing else None
+    if missing:
+        return f"reads {min(missing)}, which the source doesn't have"
+    lost = {name for here, name in (bound - always) & used if here} - shared
+    return f"binds {min(lost)} under a condition, and the source reads it without" if lost else None
 
 
 def _inserted(node: ast.stmt | ast.expr | ast.excepthandler | ast.arg | ast.alias) -> bool:

@@ -5,10 +5,11 @@ aren't strings, which typing would compile one by one.
 """
 
 import ast
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from types import CodeType, MappingProxyType
+from types import CodeType, MappingProxyType, ModuleType
 from typing import Literal, NamedTuple, get_args
 
 Kind = Literal["needed", "clear", "absent", "unknown"]
@@ -40,7 +41,7 @@ needed, clear, absent, unknown = (partial(Verdict, kind) for kind in get_args(Ki
 class Site(NamedTuple):
     """The vLLM that is being mended, and what the user switched off.
 
-    root is the folder that holds `vllm/` (None where a module has no file, as in an archive), version is what the
+    root is the folder, or the archive, that holds `vllm/` (None before vLLM is imported), version is what the
     files say of themselves, skipped holds the names in ROCM_FIXES_SKIP.
     """
 
@@ -67,6 +68,11 @@ class Patch(NamedTuple):
     examine: Callable[[ast.Module], Verdict]
     mend: Callable[[ast.Module], None]
     refuse: Callable[[Site], str | None] | None = None
+
+    @property
+    def file(self) -> ModuleType:
+        """The module that holds its functions: several patches may share one, by functools.partial."""
+        return sys.modules[getattr(self.examine, "func", self.examine).__module__]
 
 
 def by_module(patches: Iterable[Patch]) -> dict[str, list[Patch]]:

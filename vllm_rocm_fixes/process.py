@@ -23,7 +23,7 @@ from . import __version__, records, settings, store
 from .guards import Guard
 from .importing import Finder, Loader, source_of
 from .live import NotStock, transplant
-from .patch import Outcome, Patch, Result, Site, State, by_module, unknown
+from .patch import Mended, Outcome, Patch, Result, Site, State, by_module, unknown
 from .series import remembered
 
 # vLLM shows INFO only below its own logger.
@@ -42,7 +42,7 @@ class Process:
         self._choose()
         self._made: dict[str, tuple[Outcome, ...]] = {}  # of modules that are being imported
         self._prepared = self._registered = False
-        self._kept: set[str] = set()  # guards that were switched off too late
+        self._needed_guards: set[str] = set()  # guards that were switched off too late
         self.milliseconds = 0.0  # spent in the two doors
         self._recorded = False
         self._said: set[str] = set()
@@ -82,14 +82,13 @@ class Process:
 
     def register(self) -> None:
         """Prepare if that has not happened, mend what is loaded, examine what isn't, and say so in one line."""
-        if self._registered and not self._pending:
-            return
         with self._lock:
             if not self._registered:
                 self._read_again()
             self.prepare()
             if self.settings.off:
                 self._registered = True
+                self._hand_switches_to_ray()
                 return
             begun = time.perf_counter()
             if self.site.root is None:  # the pytest door opens before vLLM is imported
@@ -116,7 +115,7 @@ class Process:
     def working(self) -> list[Guard]:
         """The guards that are not switched off."""
         off = {g.name for g in self.guards} if self.settings.off else self.settings.skip
-        return [g for g in self.guards if g.name not in off or g.name in self._kept]
+        return [g for g in self.guards if g.name not in off or g.name in self._needed_guards]
 
     def _look_out(self) -> None:
         """Put a finder for what is wanted in the place of the one before; switched off, one for nothing.
@@ -149,7 +148,9 @@ class Process:
             self._prepared = False
             self._choose()
             return
-        self.settings = self.settings._replace(skip=self.settings.skip | before.skip)  # it's too late to switch on
+        for name in sorted(before.skip - self.settings.skip):
+            self._warn(f"{name} stays off: its switch was taken back too late, set it where `ray start` runs")
+        self.settings = self.settings._replace(skip=self.settings.skip | before.skip)
         for complaint in self.settings.complaints:
             self._warn(complaint)
         self.site = self.site._replace(skipped=self.settings.skip)
@@ -170,7 +171,7 @@ class Process:
     def _keep_guard(self, name: str) -> None:
         """Go on with a guard that is switched off now, where a patch that is applied would be refused without it."""
         site = self.site._replace(skipped=frozenset({name}))
-        for result in self.results.values():
+        for result in list(self.results.values()):
             if result.state != "applied" or result.patch.refuse is None:
                 continue
             try:
@@ -178,7 +179,7 @@ class Process:
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
             if why:
-                self._kept.add(name)
+                self._needed_guards.add(name)
                 which = f"{name} stays, for {result.patch.name} is mended already"
                 self._warn(f"{which}: its switch came too late, set it where `ray start` runs ({why})")
 
@@ -223,15 +224,20 @@ class Process:
             said = version(root) if root else None
         return self.site._replace(root=root, version=said)
 
+    def _mended(self, module: str, loader: Any, origin: str | None) -> tuple[bytes | str, str, Mended]:
+        """A module's source, its file name and what becomes of it, and what its new code calls is imported."""
+        source, filename = source_of(module, loader, origin)
+        mended = store.mended(source, filename, self._wanted.get(module, ()), self.site)
+        for needed in _called(mended.code) if mended.code else ():
+            import_module(needed)  # now: by the time it is called the overlay may be uninstalled, or another one
+        return source, filename, mended
+
     # The import way
 
     def _code(self, module: str, loader: Any, origin: str | None) -> CodeType | None:
         """The mended code of a module that is being imported, None where stock is kept."""
         with self._keeping_stock(module):
-            source, filename = source_of(module, loader, origin)
-            mended = store.mended(source, filename, self._wanted.get(module, ()), self.site)
-            for needed in _called(mended.code) if mended.code else ():
-                import_module(needed)  # now: by the time it is called the overlay may be uninstalled, or another one
+            _, _, mended = self._mended(module, loader, origin)
             self._record(mended.outcomes, "waiting", "when it is imported")
             self._made[module] = mended.outcomes
             return mended.code
@@ -256,8 +262,7 @@ class Process:
                     self._mend_live(name, module, spec.loader, spec.origin)
 
     def _mend_live(self, name: str, module: ModuleType, loader: Any, origin: str | None) -> None:
-        source, filename = source_of(name, loader, origin)
-        mended = store.mended(source, filename, self._wanted[name], self.site)
+        source, filename, mended = self._mended(name, loader, origin)
         outcomes, way, unreached = mended.outcomes, "", []
         if mended.code is not None:
             try:
@@ -307,8 +312,9 @@ class Process:
                 self._put(Result(patch, verdict.kind, verdict.reason))
 
     def _put(self, result: Result) -> None:
-        if self.results.get(result.patch.name) == result:
-            return
+        before = self.results.get(result.patch.name)
+        if before == result or (before and (before.state, result.state) == ("applied", "waiting")):
+            return  # somebody may ask the loader of a mended module for its code again
         self.results[result.patch.name] = result
         said = f"{result.patch.name}: {result.state}, {result.reason} ({result.patch.module})"
         if result.state in _KEPT:

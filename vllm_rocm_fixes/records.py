@@ -16,10 +16,11 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import store
+from . import __version__, store
 
 if TYPE_CHECKING:
     from .process import Process
@@ -114,10 +115,6 @@ def alive(pid: int, start: int) -> bool:
 
 
 def _describe(process: Process, pid: int, parent: int, start: int) -> dict[str, Any]:
-    import time
-
-    from . import __version__
-
     return {
         "format": FORMAT,
         "pid": pid,
@@ -131,7 +128,7 @@ def _describe(process: Process, pid: int, parent: int, start: int) -> dict[str, 
         "vllm": process.site.version,
         "python": sys.version.partition(" ")[0],
         "off": process.settings.off,
-        "milliseconds": round(getattr(process, "milliseconds", 0.0), 3),
+        "milliseconds": round(process.milliseconds, 3),
         "patches": {name: {"state": r.state, "reason": r.reason} for name, r in process.results.items()},
         "guards": {g.name: _said(g) for g in process.working()},
     }
@@ -163,9 +160,7 @@ def _get(handle: int, name: str) -> dict[str, Any] | None:
 
 def _sweep(handle: int, here: str, limit: int) -> None:
     """Remove the files of processes of this machine that are dead, looking at no more than limit files."""
-    for number, name in enumerate(os.listdir(handle)):
-        if number >= limit:
-            break
+    for name in os.listdir(handle)[:limit]:
         if _dead(name, here):
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=handle)

@@ -193,7 +193,7 @@ class _Writer:
 
     def _header(self, old: ast.AST, new: ast.AST) -> Change:
         """A compound statement's first lines, up to its colon; comments between them and the body stay."""
-        if not isinstance(old, ast.stmt) or not isinstance(new, ast.stmt) or isinstance(new, ast.Match | ast.Try):
+        if not isinstance(old, ast.stmt) or not isinstance(new, ast.stmt) or isinstance(new, ast.Match):
             raise _Coarser
         start, body = self._first_line(old) - 1, old.body  # type: ignore[attr-defined]
         self._indent(body)

@@ -21,16 +21,17 @@ def load() -> tuple[Patch, ...]:
     try:
         key = store.digest("series")
     except OSError:  # the overlay lies in an archive
-        return _real()
+        return real()
     rows = store.recall(key)
     if rows is None:
-        series = _real()
+        series = real()
         store.keep(key, [(patch[:6], bool(patch.refuse)) for patch in series])  # what comes before examine
         return series
     return tuple(_late(told, refuses) for told, refuses in rows)
 
 
-def _real() -> tuple[Patch, ...]:
+def real() -> tuple[Patch, ...]:
+    """The patches, in order, with their files imported."""
     from .patches import SERIES  # type: ignore[import-not-found]  # a folder of that name only once it is installed
 
     series: tuple[Patch, ...] = SERIES
@@ -42,7 +43,7 @@ def _late(told: tuple[str, str, str, tuple[str, ...], str, str | None], refuses:
         """A function of the patch; the call raises LookupError where an upgrade in place has taken the patch away."""
 
         def ask(argument: Any) -> Any:
-            for patch in _real():
+            for patch in real():
                 if patch[:2] == told[:2]:
                     function = getattr(patch, field)
                     return function(argument) if function else None

@@ -56,7 +56,6 @@ class Start:
 
     outcomes: dict[str, str]
     found: tuple[Found, ...]
-    output: str
 
     def cell(self, step: str) -> list[str]:
         """What was found in one step, each thing once."""
@@ -67,7 +66,6 @@ def start(
     node: Node,
     *,
     overlay: bool,
-    python: str = sys.executable,
     steps: Sequence[str] = (),
     together: bool = False,
     timeout: float = 900,
@@ -80,7 +78,7 @@ def start(
     Raises subprocess.TimeoutExpired, and RuntimeError where the start itself didn't come to its end.
     """
     node.clear()
-    command = [python, "-m", "rocm_standin.start", *(["--together"] if together else []), *steps]
+    command = [sys.executable, "-m", "rocm_standin.start", *(["--together"] if together else []), *steps]
     environment = node.environment(ROCM_FIXES="on" if overlay else "off")
     done = subprocess.run(
         command, cwd=node.folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False
@@ -88,15 +86,15 @@ def start(
     output = done.stdout + done.stderr
     if done.returncode:
         raise RuntimeError(f"the start ended with {done.returncode}:\n{output[-4000:]}")
-    return _read(node, output)
+    return _read(node)
 
 
-def _read(node: Node, output: str) -> Start:
+def _read(node: Node) -> Start:
     events = node.events()
     outcomes = {event.name: event.detail for event in events if event.kind == "step"}
     owners = {event.name: event.pid for event in events if event.kind == "step"}
     found = [_found(node, event, event.pid != owners.get(event.step)) for event in events if _counts(event)]
-    return Start(outcomes, tuple(found), output)
+    return Start(outcomes, tuple(found))
 
 
 def _counts(event: Event) -> bool:

@@ -78,7 +78,9 @@ class Trial(NamedTuple):
 
 
 _known: dict[tuple[str, object, str], Trial | None] = {}
-_lock = [threading.Lock()]
+_lock = threading.Lock()
+# A forked child has none of the threads that may hold it.
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def trial(name: str, place: object = None, attribute: str = "") -> Trial | None:
@@ -88,19 +90,11 @@ def trial(name: str, place: object = None, attribute: str = "") -> Trial | None:
     The answer is kept in this process, and children that it forks have it too. None: it could not be found out, because
     no child could be started, it ended before the import, somebody ended it, or it didn't find the module at all.
     """
-    with _lock[0]:  # two threads that ask at the same time start one child
+    with _lock:  # two threads that ask at the same time start one child
         key = name, place, attribute
         if key not in _known:
             _known[key] = _try(name, attribute)
         return _known[key]
-
-
-def _renew_lock() -> None:
-    """A forked child has none of the threads that may hold the lock."""
-    _lock[0] = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _try(name: str, attribute: str) -> Trial | None:

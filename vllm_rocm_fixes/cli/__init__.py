@@ -101,10 +101,9 @@ def add_names(parser: argparse.ArgumentParser) -> None:
 
 def all_patches() -> tuple[Patch, ...]:
     """The series."""
-    from ..patches import SERIES  # type: ignore[import-not-found]  # a folder of that name only once it is installed
+    from ..series import real
 
-    series: tuple[Patch, ...] = SERIES
-    return series
+    return real()
 
 
 def selected(names: Sequence[str] = ()) -> tuple[list[Patch], frozenset[str]]:

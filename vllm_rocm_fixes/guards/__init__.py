@@ -44,9 +44,9 @@ def _see_who_was_first() -> None:
 class Guard(NamedTuple):
     """A context in which a package's __init__ is executed.
 
-    around is entered just before and left just after, whatever happens; an ImportError from entering it forbids the
-    import. install is called once in each process, before the finder is in place. state says in words what the guard
-    did and found in this process. until names the first release of vLLM that does the same itself.
+    around is entered just before and left just after, whatever happens; an ImportError of the package's name from
+    entering it forbids the import. install is called once in each process, before the finder is in place. state says in
+    words what the guard did and found in this process. until names the first release of vLLM that does the same itself.
     """
 
     name: str

@@ -102,10 +102,10 @@ def promote(runtime: Library) -> None:
     raise Unprotected(f"{runtime.path}{gone} can't be reopened")
 
 
-def owner(symbol: str = ASKED) -> tuple[str, int] | None:
-    """Who answers for a symbol in the global scope: the file, and the address; None: nobody."""
+def owner() -> tuple[str, int] | None:
+    """Who answers for the symbol that is asked for in the global scope: the file, and the address; None: nobody."""
     everything = ctypes.CDLL(None)
-    address = _address(everything, symbol)
+    address = _address(everything, ASKED)
     if address is None:
         return None
     info = _Info()
