@@ -70,6 +70,8 @@ PYTHONPATH (#44823)
     test_tests_utils.py::test_nothing_but_that_folder_is_removed
 - A sampler that is made holds its forward already.
     test_sampler.py::test_aiter_is_imported_by_the_first_request_that_can_use_it
+- A fork catches what the kernel raises itself: its own import is still needed there.
+    test_sampler.py::test_stocks_import_stays_where_stocks_call_does
 - Up to 0.22.1 AITER's sampler is never used, and from 0.23.0 on it is: neither changes by default.
     test_sampler.py::test_answers_and_seeds_are_those_of_stock
     test_sampler.py::test_the_switch_turns_off_the_sampler_alone
