@@ -151,24 +151,15 @@ def early_imports(block: Block, *packages: str) -> list[ast.Import | ast.ImportF
 def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
     """What imports one of the packages while the module runs, without being an absolute import of module scope.
 
-    That is an import in the body of a class, in a function that runs then (called, read as a property, or a decorator;
-    any of that name counts), by import_module, or relative. A function that is handed on is taken for one that is not
-    called.
+    That is an import in the body of a class or in a function that runs then, one by name, a relative one, and what asks
+    a lazy module for something.
     """
     nodes = everything(tree)
     plain = {id(s) for _, s in statements(tree.body) if not getattr(s, "level", 0)}
-    aliases = {a.asname: a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names if a.asname}
-    for assignment in (n for n in nodes if isinstance(n, ast.Assign) and _spelt(n.value)):
-        aliases |= {_spelt(target): _spelt(assignment.value) for target in assignment.targets}
-
-    lazy = {
-        _spelt(target)
-        for made in (
-            n for n in nodes if isinstance(n, ast.Assign) and _spelt(getattr(n.value, "func", n)) == "LazyLoader"
-        )
-        if any(_within(string(n), package) for n in everything(made.value) for package in packages)
-        for target in made.targets
-    }
+    aliases = _aliases(nodes)
+    loaders = [n for n in nodes if isinstance(n, ast.Assign) and _spelt(getattr(n.value, "func", n)) == "LazyLoader"]
+    told = [n for n in loaders if any(_within(string(part), p) for part in everything(n.value) for p in packages)]
+    lazy = {_spelt(target) for loader in told for target in loader.targets}
 
     def brings(node: ast.AST) -> bool:
         if isinstance(node, ast.Attribute):
@@ -176,12 +167,22 @@ def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
         if isinstance(node, ast.Call):
             asks = _spelt(node.func) in ("hasattr", "getattr") and any(_spelt(a) in lazy for a in node.args[:1])
             return asks or imports_by_name(node, *packages, aliases=aliases)
-        return isinstance(node, ast.Import | ast.ImportFrom) and any(
-            _is_of(node, package) or _may_be_of(node, package) for package in packages
-        )
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            return False
+        return any(_is_of(node, p) or _may_be_of(node, p) for p in packages)
 
-    if not any(brings(node) for node in nodes if id(node) not in plain):
-        return []
+    hidden = {id(node) for node in nodes if id(node) not in plain and brings(node)}
+    return [node for node in evaluated(tree) if id(node) in hidden] if hidden else []
+
+
+def evaluated(tree: ast.Module) -> list[ast.AST]:
+    """Every node that is evaluated while the module runs, also in functions that run then.
+
+    Those are called, read as a property, or used as a decorator or a base: whatever has such a name counts. A function
+    that is handed on is taken for one that is not called.
+    """
+    nodes = everything(tree)
+    aliases = _aliases(nodes)
     resting: dict[str, list[Sequence[ast.AST]]] = {}  # what doesn't run yet, by the name that it is called by
     for part in nodes:
         if isinstance(part, Definition):
@@ -191,9 +192,8 @@ def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
             for target in part.targets:
                 resting.setdefault(_spelt(target), []).append([part.value.body])
     properties = {n.name for n in nodes if isinstance(n, Function) and _is_property(n)}
-    found: list[ast.AST] = []
     now: list[ast.AST] = list(tree.body)
-    for node in now:
+    for node in now:  # grows
         if isinstance(node, Function | ast.Lambda):
             now += [default for default in (*node.args.defaults, *node.args.kw_defaults) if default]
         elif for_type_checkers(node):
@@ -209,16 +209,22 @@ def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
             called += [node.func, *(node.args if _spelt(node.func) in ("map", "filter") else [])]
         elif isinstance(node, ast.Attribute) and node.attr in properties:
             called.append(node)
-        if id(node) not in plain and brings(node):
-            found.append(node)
         now += [function.body for function in called if isinstance(function, ast.Lambda)]
         by = {name for function in called for name in (_spelt(function), aliases.get(_spelt(function), ""))} - {""}
         now += [s for name in by for body in resting.pop(name, []) for s in body]
-    return found
+    return now
 
 
 # What runs where a class is called, entered, or made.
 _MAKING = ("__new__", "__init__", "__post_init__", "__call__", "__enter__", "__init_subclass__")
+
+
+def _aliases(nodes: list[ast.AST]) -> dict[str, str]:
+    """Other names that the source gives to functions."""
+    found = {a.asname: a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names if a.asname}
+    for assignment in (n for n in nodes if isinstance(n, ast.Assign) and _spelt(n.value)):
+        found |= {_spelt(target): _spelt(assignment.value) for target in assignment.targets}
+    return found
 
 
 def _is_property(function: Function) -> bool:
