@@ -40,6 +40,11 @@ mended = sys.modules.get("vllm_rocm_fixes")
 print(json.dumps([done, mended is not None and mended.current().results["sampler"].state]))
 """
 
+WHY = (
+    "a call of its own, with `try`, `with` and an import statement that finds what a module before it loaded, "
+    "beside a kernel that does nothing"
+)
+
 
 def run(repeat: int = REPEAT) -> list[Table]:
     """The tables of this benchmark."""
@@ -68,5 +73,5 @@ def run(repeat: int = REPEAT) -> list[Table]:
         table.rows.append((str(batch), spread(stock, 1, "µs"), spread(ours, 1, "µs"), spread(ratios, 3)))
         low, _ = quartiles(ratios)
         met = min(low, statistics.median(ratios)) <= 1.005
-        table.goals.append(goal(f"ratio 1.00 at batch {batch}", met))
+        table.goals.append(goal(f"ratio 1.00 at batch {batch}", met, WHY))
     return [table]
