@@ -112,9 +112,8 @@ def test_it_fails_on_stock_and_not_with_the_overlay(name, release):
 
 
 def _patch(name: str) -> Patch:
-    examine = functools.partial(clear, "it")
-    mend = types.FunctionType((lambda tree: None).__code__, {"__name__": f"file_of_{name}"})
-    return Patch(name, "vllm.x", "s", (), "0.14.0", None, examine=lambda tree: examine(), mend=mend)
+    examine = types.FunctionType((lambda tree: clear("it")).__code__, {"__name__": f"file_of_{name}", "clear": clear})
+    return Patch(name, "vllm.x", "s", (), "0.14.0", None, functools.partial(examine), mend=lambda tree: None)
 
 
 @pytest.mark.unit
