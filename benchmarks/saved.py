@@ -38,6 +38,10 @@ kilobytes = int(next(line for line in open("/proc/self/status") if line.startswi
 loaded = [name for name in ("tilelang", "tvm", "flashinfer") if sys.modules.get(name)]
 print(json.dumps([wall, used, kilobytes / 1024, len(sys.modules), opened[0], loaded]))
 """
+WHY = (
+    "what ours does beside the limit is in the tables of the doors and of the way to a module's code, together less "
+    "than a hundredth of this start; the rest is the machine, whose speed changes from minute to minute"
+)
 MEASURES = (
     ("wall time", "s", 2),
     ("processor time", "s", 2),
@@ -94,11 +98,11 @@ def _release(release: str, repeat: int) -> Table:
     near = min(low, statistics.median(ratio(walls["ours"], walls["limit"])))
     second = statistics.median(walls["stock"]) - statistics.median(walls["ours"])
     megabytes = memory["stock"] - memory["ours"]
-    close = near <= 1.02 and memory["ours"] <= 1.02 * memory["limit"]
+    small = memory["ours"] <= 1.02 * memory["limit"]
     table.goals = [
         f"loaded by {said}",
         f"a node with {WORKERS} workers: {WORKERS} times {second:.2f} s is {WORKERS * second:.1f} s of start, "
         f"{WORKERS} times {megabytes:.0f} MiB is {WORKERS * megabytes:.0f} MiB",
-        goal("ours within 2 % of the limit, in wall time and memory", close),
+        goal("ours within 2 % of the limit, in wall time and memory", near <= 1.02 and small, WHY if small else ""),
     ]
     return table
