@@ -93,7 +93,8 @@ def _complaint(tree: ast.Module) -> str | None:
     """
     outer = [s for s in outside_functions(tree.body) if isinstance(s, Function)]
     scope = {id(node): function for function in outer for node in everything(function)}
-    gates = [n for n in everything(tree) if isinstance(n, ast.If) and not n.orelse and id(n) in scope and _inserted(n)]
+    nodes = everything(tree)
+    gates = [n for n in nodes if isinstance(n, ast.If) and not n.orelse and id(n) in scope and _inserted(n)]
     gated = {id(node) for gate in gates for statement in gate.body for node in everything(statement)}
     ours: set[tuple[Function | None, str]] = set()  # bound by the edit, and in which function
     theirs: set[tuple[Function | None, str]] = set()
@@ -102,7 +103,7 @@ def _complaint(tree: ast.Module) -> str | None:
     always: set[tuple[Function | None, str]] = set()  # bound, and not by what an edit's `if` may leave out
     used: set[tuple[Function | None, str]] = set()  # read, outside of those
     shared: set[str] = set()
-    for node in everything(tree):
+    for node in nodes:
         if "lineno" in node._attributes and not hasattr(node, "lineno"):
             return f"puts in a {type(node).__name__} without a position"
         here, binds = scope.get(id(node)), True
