@@ -19,13 +19,13 @@ import sys
 from vllm_rocm_fixes.late import BINDER, defer
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
-    calls,
     everything,
     find,
     for_type_checkers,
     function,
     hidden_imports,
     holding,
+    names,
     parse_statements,
     replace,
     running,
@@ -103,7 +103,7 @@ def _is_helper(statement: ast.stmt) -> bool:
 def _pcie(tree: ast.Module) -> list[ast.AST]:
     """Where the PCIe IPC warm-up is read without being gated by what the communicator decided."""
     found = [n for n in everything(tree) if _PCIE in (getattr(n, "attr", None), getattr(n, "id", None))]
-    return [n for n in found if not any(calls(i.test, "pcie_ipc_chosen") for i in _around(tree, n))]
+    return [n for n in found if not _under(tree, n, "pcie_ipc_chosen()")]
 
 
 def _statement(tree: ast.Module, use: ast.AST) -> ast.Expr | None:
@@ -144,6 +144,8 @@ def _minimax(tree: ast.Module) -> tuple[list[ast.ImportFrom], ast.stmt] | None:
     used = find(tree, ast.Name, lambda n: n.id == _MINIMAX)
     if all(_on_cuda(tree, n) for n in (*imported, *used)):
         return None
+    if any(_chooses(i, n) for n in (*imported, *used) for i in find(run, ast.If)):
+        raise LookupError("the platform decides about MiniMax-M3's helper in a way that isn't known")
     called = [s for s in (_statement(tree, n) for n in used) if s]
     platform = [s for s in find(tree, ast.ImportFrom) if any(a.name == "current_platform" for a in s.names)]
     if len(imported) > 1 or len(called) != 1 or len(used) != 1 or not any(s in platform for s in early):
@@ -158,7 +160,25 @@ def _is_minimax(node: ast.AST) -> bool:
 
 
 def _on_cuda(tree: ast.Module, node: ast.AST) -> bool:
-    return any(calls(i.test, "current_platform.is_cuda") for i in _around(tree, node))
+    return _under(tree, node, "current_platform.is_cuda()")
+
+
+def _under(tree: ast.Module, node: ast.AST, call: str) -> bool:
+    """Whether it is run only where this call says yes."""
+    return any(_implies(i.test, call) for i in _around(tree, node))
+
+
+def _implies(test: ast.expr, call: str) -> bool:
+    if isinstance(test, ast.BoolOp):
+        return (all if isinstance(test.op, ast.Or) else any)(_implies(value, call) for value in test.values)
+    return ast.unparse(test) == call
+
+
+def _chooses(condition: ast.If, node: ast.AST) -> bool:
+    """Whether a condition of the platform's is around a node, or ends the function before it."""
+    around = any(part is node for part in everything(condition))
+    ends = condition.lineno < getattr(node, "lineno", 0) and bool(find(condition, ast.Return))
+    return "current_platform" in names(condition.test) and (around or ends)
 
 
 # What the mended code calls

@@ -2,7 +2,7 @@
 
 Stock: where amdsmi gives no GPU architecture, `vllm.platforms.rocm` says so with `logger.warning_once` while it is
 being imported. From 0.19.0 that call asks vllm.distributed for the rank, which asks for the platform, which isn't there
-yet. (In 0.17.0 to 0.18.1 the same call has another default and imports nothing.)
+yet. (In 0.16.0 to 0.18.1 the same call has another default and imports nothing.)
 Seen in containers and WSL without amdsmi: "cannot import name 'current_platform' from 'vllm.platforms'" instead of the
 warning and torch's answer. Only the platform door is early enough.
 Origin: vLLM #40081, #41596; 0.27.0 dropped the warning. Delete this file when 0.27.0 is the oldest supported release.
@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import Definition, find, function, place, statements
+from vllm_rocm_fixes.syntax import evaluated, find, function, place
 
 _ONCE = ("debug_once", "info_once", "warning_once", "error_once")
 
@@ -43,23 +43,12 @@ def mend(tree: ast.Module) -> None:
 
 def _said(tree: ast.Module) -> list[ast.expr]:
     """A logger's *_once in what runs when the module is imported: called without a scope, or handed on."""
-    found: list[ast.expr] = []
-    seen: set[str] = set()
-    running: list[ast.AST] = [s for _, s in statements(tree.body) if not isinstance(s, Definition)]
-    while running:
-        part = running.pop()
-        functions = {id(call.func) for call in find(part, ast.Call)}
-        found += [a for a in find(part, ast.Attribute) if a.attr in _ONCE and id(a) not in functions]
-        for call in find(part, ast.Call):
-            name = ast.unparse(call.func)
-            if name.rpartition(".")[2] in _ONCE and not any(k.arg == "scope" for k in call.keywords):
-                found.append(call)
-            called = function(tree, name) if name not in seen else None
-            seen.add(name)
-            if called is not None:  # with what its decorators put around it
-                around = [function(tree, ast.unparse(getattr(d, "func", d))) for d in called.decorator_list]
-                running += [s for part in (called, *around) if part for s in part.body]
-    return list({id(call): call for call in found}.values())
+    now = evaluated(tree)
+    calls = {id(node.func): node for node in now if isinstance(node, ast.Call)}
+    asked = [node for node in now if isinstance(node, ast.Attribute) and node.attr in _ONCE]
+    said = {id(a): calls.get(id(a), a) for a in asked}
+    open_ = (s for s in said.values() if not any(k.arg == "scope" for k in getattr(s, "keywords", ())))
+    return sorted(open_, key=lambda s: s.lineno)
 
 
 _CHILD = """
@@ -94,7 +83,7 @@ PATCH = Patch(
     module="vllm.platforms.rocm",
     summary="a node without amdsmi gets its platform and not a circular import",
     origin=("vLLM #40081", "vLLM #41596"),
-    since="0.17.0",
+    since="0.16.0",
     until="0.27.0",
     examine=examine,
     mend=mend,

@@ -4,6 +4,7 @@ import ast
 
 import pytest
 
+from vllm_rocm_fixes.late import defer
 from vllm_rocm_fixes.mend import mend
 from vllm_rocm_fixes.patch import Patch, Site, clear, needed, unknown
 from vllm_rocm_fixes.syntax import parse_statements, place
@@ -157,3 +158,34 @@ def test_an_edit_leaves_no_name_unbound_that_the_source_reads(behind, applied):
     done = mend(source, "m.py", [patch(mend=edit)])
     assert [o.applied for o in done.outcomes] == [applied], done.outcomes[0].failed
     assert applied or "binds x under a condition" in done.outcomes[0].failed
+
+
+@pytest.mark.parametrize(
+    ("after", "applied"),
+    [
+        ("", True),
+        ("FLAG = False", False),
+        ("del FLAG", False),
+        ("if late:\n    from os import sep as FLAG", False),
+        ("def g():\n    global FLAG\n    FLAG = False", False),
+        ("FLAG = True", True),
+        ("def g():\n    FLAG = False", True),
+        ("class C:\n    FLAG = False", True),
+    ],
+)
+@pytest.mark.parametrize("condition", ["if FLAG:", "if not other:\n  if FLAG:", "with late(FLAG):"])
+def test_what_is_moved_reads_what_it_read_in_its_place(after, applied, condition):
+    """An import under a condition isn't deferred where the condition would be another by then."""
+    source = (
+        f"from os import late, other\nFLAG = True\n{condition}\n    import mori\n{after}\ndef f():\n    return mori\n"
+    )
+
+    def moves(statement):
+        return isinstance(statement, ast.With | ast.Import)
+
+    def examine(tree):
+        return needed("early") if any(isinstance(s, ast.If | ast.With) for s in tree.body[2:3]) else clear("late")
+
+    done = mend(source, "m.py", [patch(examine=examine, mend=lambda tree: defer(tree, moves) and None)])
+    assert [o.applied for o in done.outcomes] == [applied], done.outcomes[0].failed
+    assert applied or "reads FLAG, which the source binds in another way after that" in done.outcomes[0].failed

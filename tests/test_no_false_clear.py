@@ -13,6 +13,7 @@ from vllm_rocm_fixes.patches import SERIES
 pytestmark = pytest.mark.unit
 PATCHES = {patch.name: patch for patch in SERIES}
 PROBE = "def probe(*_):\n    import {0}\n    return lambda f: f\n"
+WRAPS = "def with_(f):\n    def call():\n        return probe()\n    return call\n"
 # What imports a package while the module runs, each in its own way.
 RUNS = {
     "called": "found = probe()",
@@ -21,6 +22,7 @@ RUNS = {
     "a decorator": "@probe\ndef other(): ...",
     "a decorator of a method": "class Other:\n    @probe\n    def method(self): ...",
     "a decorator's argument": "def with_(x):\n    return lambda f: f\n@with_(probe())\ndef other(): ...",
+    "what a decorator has made": f"{WRAPS}@with_\ndef other(): ...\nfound = other()",
     "a default": "def other(x=probe()): ...",
     "a default of a method": "class Other:\n    def method(self, *, x=probe()): ...",
     "in a class": "class Other:\n    found = probe()",
@@ -37,6 +39,7 @@ RESTS = {
     "not called": "",
     "asked for": "from importlib.util import find_spec\nfound = find_spec('{0}')",
     "for type checkers": "if TYPE_CHECKING:\n    found = probe()",
+    "what a decorator makes": f"{WRAPS}@with_\ndef other(): ...",
     "a lambda": "ask = lambda: probe()",
     "handed on": "register(op=probe)",
 }
@@ -83,7 +86,15 @@ MINIMAX = """    from vllm.model_executor.warmup.minimax_m3_msa_warmup import (
     )
 """
 MODEL = "    from vllm.model_executor.models.qwen3_vl import Qwen3_VisionTransformer\n"
+WARMS = "    minimax_m3_msa_warmup(worker)\n"
+WARMER = 'def kernel_warmup(worker: "Worker"):\n'
+PCIE = "        flashinfer_pcie_ipc_all_reduce.warmup_flashinfer_pcie_ipc_allreduce(worker)\n"
 HOOK = "    _setup_tilelang_jit_hook()\n"
+NAVI = 'return "gfx1" in torch.cuda.get_device_properties(0).gcnArchName'
+GFX9 = "def on_gfx9() -> bool:\n    return _ON_GFX9"
+AMDSMI = "    try:\n        return _query_gcn_arch_from_amdsmi()\n"
+TORCH = 'torch.cuda.get_device_properties("cuda")'
+TOTAL = "        device_props = torch.cuda.get_device_properties(device_id)\n        return device_props.total_memory\n"
 EDITS = {
     ("jit_monitor", "0.27.1", "also on ROCm"): (
         HOOK,
@@ -111,9 +122,23 @@ EDITS = {
         "    import vllm.model_executor.warmup.minimax_m3_msa_warmup as m3\n",
     ),
     ("kernel_warmup", "0.24.0", "in another function"): (
-        f'def kernel_warmup(worker: "Worker"):\n{MINIMAX}',
-        f'def warm(worker):\n{MINIMAX}    minimax_m3_msa_warmup(worker)\n\n\ndef kernel_warmup(worker: "Worker"):\n',
+        f"{WARMER}{MINIMAX}",
+        f"def warm(worker):\n{MINIMAX}{WARMS}\n\n{WARMER}",
     ),
+    ("kernel_warmup", "0.24.0", "also on ROCm"): (
+        WARMS,
+        f"    if current_platform.is_cuda() or current_platform.is_rocm():\n    {WARMS}",
+    ),
+    ("kernel_warmup", "0.24.0", "off CUDA"): (WARMS, f"    if not current_platform.is_cuda():\n    {WARMS}"),
+    ("kernel_warmup", "0.24.0", "on everything else"): (
+        WARMS,
+        f"    if current_platform.is_xpu():\n        pass\n    else:\n    {WARMS}",
+    ),
+    ("kernel_warmup", "0.24.0", "not behind a return"): (
+        WARMS,
+        f"    if not current_platform.is_cuda_alike():\n        return\n{WARMS}",
+    ),
+    ("kernel_warmup", "0.33.0", "read"): (PCIE, PCIE.replace("flash", "warmed = flash", 1)),
     ("aiter_ops", "0.24.0", "by name"): (
         PROBES,
         f"{PROBES}    global x\n    if x is None:\n        x = import_module('aiter')\n    return x\n\n\ndef old():\n",
@@ -126,6 +151,24 @@ EDITS = {
     ("platform_memory", "0.20.2", "in another function"): (
         "device_props = torch.cuda.get_device_properties(device_id)\n        return device_props.total_memory\n",
         "return total_memory(device_id)\n",
+    ),
+    ("platform_memory", "0.23.0", "a limit of the user's"): (
+        TOTAL,
+        f"        if envs.LIMIT:\n            return envs.LIMIT\n{TOTAL}",
+    ),
+    ("platform_memory", "0.23.0", "a rule for APUs"): (
+        TOTAL,
+        f"        if on_gfx1151():\n            return host_memory() // 2\n{TOTAL}",
+    ),
+    ("platform_memory", "0.23.0", "a reserve"): (
+        TOTAL,
+        TOTAL.replace("total_memory\n", "total_memory - reserve(device_id)\n"),
+    ),
+    ("platform_memory", "0.23.0", "another device"): (TOTAL, TOTAL.replace("(device_id)", "(device_id + 1)")),
+    ("platform_memory", "0.23.0", "another number"): (TOTAL, TOTAL.replace("total_memory", "total_global_memory")),
+    ("platform_memory", "0.33.0", "amdsmi's query renamed"): (
+        "return _query_total_memory_from_amdsmi(",
+        "return _query_vram_from_amdsmi(",
     ),
     ("tilelang_jit", "0.30.0", "a kernel of its own"): (
         "    compiled_kernel: Callable",
@@ -148,6 +191,32 @@ EDITS = {
     ("platform_arch", "0.17.0", "a variable"): (
         "\ndef on_gfx9(",
         "\ndef arch():\n    p = torch.cuda.get_device_properties(0)\n    return p.gcnArchName\n\n\ndef on_gfx9(",
+    ),
+    ("platform_arch", "0.16.0", "a variable, in an or"): (
+        NAVI,
+        "props = torch.cuda.get_device_properties(0)\n"
+        '        return "gfx11" in props.gcnArchName or "gfx12" in props.gcnArchName',
+    ),
+    ("platform_arch", "0.33.0", "a variable, in an or"): (
+        GFX9,
+        GFX9.replace("return", f'p = {TORCH}\n    return "gfx90a" in p.gcnArchName or "gfx94" in p.gcnArchName or'),
+    ),
+    ("platform_arch", "0.33.0", "by getattr"): (
+        GFX9,
+        GFX9.replace("_ON_GFX9", f'"gfx9" in getattr({TORCH}, "gcnArchName", "")'),
+    ),
+    ("platform_arch", "0.33.0", "torch before amdsmi"): (
+        AMDSMI,
+        f"    if in_wsl():\n        return {TORCH}.gcnArchName\n{AMDSMI}",
+    ),
+    ("platform_arch", "0.33.0", "torch before amdsmi, in the try"): (
+        AMDSMI,
+        AMDSMI.replace("try:\n", f"try:\n        if in_wsl():\n            return {TORCH}.gcnArchName\n"),
+    ),
+    ("platform_arch", "0.33.0", "amdsmi sometimes"): (
+        f"{AMDSMI}    except Exception as e:\n",
+        "    if not in_wsl():\n      try:\n"
+        "        return _query_gcn_arch_from_amdsmi()\n      except Exception as e:\n",
     ),
     ("platform_arch", "0.16.0", "the capability in a try"): (
         f"        major, minor = {CAPABILITY}\n",

@@ -206,3 +206,24 @@ def test_beside_stock_vllm_nothing_else_changes(beside, wheel):
     assert not list(vllm.parent.glob("vllm_rocm_fixes*"))
     assert run(python, "-c", USE) == stock_said
     assert contents(vllm) == files
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["installed", "a checkout"])
+def test_two_builds_of_the_same_second_and_size_share_no_code(installed, tmp_path):
+    """What one build keeps the next doesn't find, though all files have the names, sizes and seconds of before."""
+    place, source, keys = tmp_path / "site", checkout(tmp_path / "source"), []
+    mend = source / "vllm_rocm_fixes" / "mend.py"
+    for build_ in range(2):
+        mend.write_bytes(mend.read_bytes().replace(b"begin again", b"BEGIN AGAIN") if build_ else mend.read_bytes())
+        shutil.rmtree(place, ignore_errors=True)
+        if installed:
+            wheel = next(build(source, tmp_path / f"dist{build_}", "--wheel").glob("*.whl"))
+            run(sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", place, wheel)
+        else:
+            shutil.copytree(source / "vllm_rocm_fixes", place / "vllm_rocm_fixes")
+            shutil.copytree(source / "patches", place / "vllm_rocm_fixes" / "patches")
+        for file in place.rglob("*.py"):
+            os.utime(file, ns=(0, 1_700_000_000 * 10**9 + (0 if installed else build_)))
+        ask = "from vllm_rocm_fixes.store import digest; print(digest().hex())"
+        keys += [run(sys.executable, "-c", ask, PYTHONPATH=str(place)).strip() for _ in range(2)]
+    assert keys[0] == keys[1] != keys[2] == keys[3]

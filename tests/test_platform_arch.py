@@ -5,7 +5,6 @@ Patches platform_arch, aiter_dtype and mla_attention, in real processes on the s
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import pytest
 from releases import tree
 
 from vllm_rocm_fixes import node
-from vllm_rocm_fixes.patches import platform_arch
 
 ASK = """
 import importlib, json, os, sys
@@ -124,42 +122,3 @@ def test_amdsmi_is_believed_where_it_names_one_architecture(tmp_path):
         "": [None, None],
         "fails": [None, None],
     }, done.stderr
-
-
-NAVI = 'return "gfx1" in torch.cuda.get_device_properties(0).gcnArchName'
-GFX9 = "def on_gfx9() -> bool:\n    return _ON_GFX9"
-TRIES = "    try:\n        return _query_gcn_arch_from_amdsmi()\n"
-ASKS = 'torch.cuda.get_device_properties("cuda")'
-FORKS = {
-    "properties in a variable, in an or": (
-        "0.16.0", NAVI,
-        "props = torch.cuda.get_device_properties(0)\n"
-        '        return "gfx11" in props.gcnArchName or "gfx12" in props.gcnArchName',
-    ),
-    "the same, in the newest": (
-        "0.33.0", GFX9,
-        GFX9.replace("return", f'p = {ASKS}\n    return "gfx90a" in p.gcnArchName or "gfx94" in p.gcnArchName or'),
-    ),
-    "by getattr": ("0.33.0", GFX9, GFX9.replace("_ON_GFX9", f'"gfx9" in getattr({ASKS}, "gcnArchName", "")')),
-    "torch before amdsmi": (
-        "0.33.0", TRIES, f"    if in_wsl():\n        return {ASKS}.gcnArchName\n{TRIES}"
-    ),
-    "torch before amdsmi, in the try": (
-        "0.33.0", TRIES,
-        TRIES.replace("try:\n", f"try:\n        if in_wsl():\n            return {ASKS}.gcnArchName\n"),
-    ),
-    "amdsmi sometimes": (
-        "0.33.0", TRIES + "    except Exception as e:\n", "    if not in_wsl():\n      try:\n"
-        "        return _query_gcn_arch_from_amdsmi()\n      except Exception as e:\n",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("fork", FORKS)
-def test_a_way_that_is_not_known_is_not_called_clear(fork):
-    release, old, new = FORKS[fork]
-    source = (tree(release) / "vllm" / "platforms" / "rocm.py").read_text()
-    assert old in source
-    verdict = platform_arch.examine(ast.parse(source.replace(old, new)))
-    assert verdict.kind == "unknown", verdict

@@ -59,6 +59,9 @@ def test_shapes():
         warn + "def later(): _get_gcn_arch()": "clear",
         warn.replace("'no'", "'no', scope='process'") + "ARCH = _get_gcn_arch()": "clear",
         warn + "def outer(): return _get_gcn_arch()\nARCH = outer()": "needed",
+        warn + "class RocmPlatform:\n    ARCH = _get_gcn_arch()": "needed",
+        warn + "class RocmPlatform:\n    def arch(cls): return _get_gcn_arch()": "clear",
+        warn + "class Arch:\n    def __init__(self): _get_gcn_arch()\nARCH = Arch()": "needed",
         "x = 1": "unknown",
     }
     assert {text: platform_import.examine(ast.parse(text)).kind for text in verdicts} == verdicts

@@ -85,25 +85,6 @@ def test_shapes():
 
 
 ASKS = "        device_props = torch.cuda.get_device_properties(device_id)\n        return device_props.total_memory\n"
-FORKS = {
-    "a limit of the user's": ("0.23.0", ASKS, f"        if envs.LIMIT:\n            return envs.LIMIT\n{ASKS}"),
-    "a rule for APUs": ("0.23.0", ASKS, f"        if on_gfx1151():\n            return host_memory() // 2\n{ASKS}"),
-    "a reserve": ("0.23.0", ASKS, ASKS.replace("total_memory\n", "total_memory - reserve(device_id)\n")),
-    "another device": ("0.23.0", ASKS, ASKS.replace("(device_id)", "(device_id + 1)")),
-    "another number": ("0.23.0", ASKS, ASKS.replace("total_memory", "total_global_memory")),
-    "amdsmi's query renamed": ("0.33.0", "_query_total_memory_from_amdsmi", "_query_vram_from_amdsmi"),
-}  # fmt: skip
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("fork", FORKS)
-def test_what_else_decides_keeps_its_say(fork):
-    release, old, new = FORKS[fork]
-    source = (tree(release) / "vllm" / "platforms" / "rocm.py").read_text()
-    assert old in source
-    mended = mend(source.replace(old, new), "rocm.py", [platform_memory.PATCH])
-    assert mended.outcomes[0].verdict.kind == "unknown", mended.outcomes[0].verdict
-    assert mended.code is None
 
 
 @pytest.mark.unit

@@ -11,7 +11,7 @@ import builtins
 from collections.abc import Iterator, Sequence
 
 from .patch import Mended, Outcome, Passing, Patch, Site, Verdict, unknown
-from .syntax import Definition, Function, everything, outside_functions, statements
+from .syntax import Definition, Function, everything, outside_functions, own_nodes, statements
 
 
 def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Site | None = None) -> Mended:
@@ -87,7 +87,8 @@ def _apply(patch: Patch, tree: ast.Module, site: Site, failures: dict[str, str])
 
 def _complaint(tree: ast.Module) -> str | None:
     """What is wrong with an edit, else None: a name that it binds where the source has another use for it, or reads
-    where nothing binds it, or that it leaves bound below an `if` of its own alone; or a node without a position.
+    where nothing binds it, or that it leaves bound below an `if` of its own alone; something that it moves into a
+    function, where a name has another value by then; or a node without a position.
 
     What an edit put in stands at a point, and stock's own nodes don't: see syntax.place.
     """
@@ -103,23 +104,21 @@ def _complaint(tree: ast.Module) -> str | None:
     always: set[tuple[Function | None, str]] = set()  # bound, and not by what an edit's `if` may leave out
     used: set[tuple[Function | None, str]] = set()  # read, outside of those
     shared: set[str] = set()
+    late: dict[str, int] = {}  # read by what was moved out of module scope, and the first line of it
     for node in nodes:
         if "lineno" in node._attributes and not hasattr(node, "lineno"):
             return f"puts in a {type(node).__name__} without a position"
-        here, binds = scope.get(id(node)), True
-        if isinstance(node, ast.Name):
-            name, binds = node.id, not isinstance(node.ctx, ast.Load)
-        elif isinstance(node, ast.arg | ast.alias):
-            name = node.arg if isinstance(node, ast.arg) else node.asname or node.name.partition(".")[0]
-        elif isinstance(node, Definition | ast.ExceptHandler):
-            name, here = node.name or "", None if node in outer else here
-        else:
+        here = None if node in outer else scope.get(id(node))
+        if not isinstance(node, _Naming):
             shared.update(node.names if isinstance(node, ast.Global) else ())
             continue
+        name, binds = _name(node), _binds(node)
         if _inserted(node):
             (ours if binds else read).add((here, name))
         elif isinstance(node, ast.Name):
             theirs.add((here, name))
+            if here and not binds and _inserted(here):
+                late[name] = min(node.lineno, late.get(name, node.lineno))
         if binds:
             bound.add((here, name))
         if id(node) not in gated:
@@ -131,8 +130,37 @@ def _complaint(tree: ast.Module) -> str | None:
     missing = {name for here, name in read - bound} - known
     if missing:
         return f"reads {min(missing)}, which the source doesn't have"
+    changed = _changed(tree, late, shared)
+    if changed:
+        return f"moves what reads {min(changed)}, which the source binds in another way after that"
     lost = {name for here, name in (bound - always) & used if here} - shared
     return f"binds {min(lost)} under a condition, and the source reads it without" if lost else None
+
+
+_Naming = ast.Name | ast.arg | ast.alias | Definition | ast.ExceptHandler
+
+
+def _binds(node: _Naming) -> bool:
+    return not (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+
+
+def _name(node: _Naming) -> str:
+    if isinstance(node, ast.alias):
+        return node.asname or node.name.partition(".")[0]
+    return (node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else node.name) or ""
+
+
+def _changed(tree: ast.Module, late: dict[str, int], shared: set[str]) -> set[str]:
+    """Of names that are read late, and the lines where they were, those that are bound before that and again after it.
+
+    Not those that the same words bind again, as they do a logger.
+    """
+    words: dict[str, tuple[set[str], set[str]]] = {name: (set(), set()) for name in late}
+    for _, statement in statements(tree.body) if late else ():
+        for node in (statement, *own_nodes(statement)):
+            if isinstance(node, _Naming) and _binds(node) and _name(node) in late and not _inserted(statement):
+                words[_name(node)][statement.lineno > late[_name(node)]].add(ast.unparse(statement))
+    return {name for name, (before, after) in words.items() if before and (after - before or name in shared)}
 
 
 def _inserted(node: ast.stmt | ast.expr | ast.excepthandler | ast.arg | ast.alias) -> bool:

@@ -171,9 +171,13 @@ def _sha256(*parts: object) -> bytes:
 def _own_files() -> bytes:
     """The digest of name, size and time of the files that decide what an edit does, as this process found them first.
 
-    In whole seconds: the layers of an image keep no more.
+    With it the content's, as an installer wrote it down. The time is in whole seconds then: an image keeps no more.
     """
+    here = Path(__file__).parent
     patches = importlib.util.find_spec(f"{__package__}.patches")
-    folders = [Path(__file__).parent, *map(Path, (patches and patches.submodule_search_locations) or ())]
+    folders = [here, *map(Path, (patches and patches.submodule_search_locations) or ())]
     entries = [entry for place in folders for entry in os.scandir(place) if entry.name.endswith(".py")]
-    return _sha256(sorted((entry.path, entry.stat().st_size, int(entry.stat().st_mtime)) for entry in entries))
+    record = here.with_name(f"{here.name}-{__version__}.dist-info") / "RECORD"
+    told, unit = (record.read_bytes(), 10**9) if record.is_file() else (b"", 1)
+    found = ((entry.path, entry.stat().st_size, entry.stat().st_mtime_ns // unit) for entry in entries)
+    return _sha256(told, sorted(found))

@@ -184,14 +184,21 @@ def evaluated(tree: ast.Module) -> list[ast.AST]:
     nodes = everything(tree)
     aliases = _aliases(nodes)
     resting: dict[str, list[Sequence[ast.AST]]] = {}  # what doesn't run yet, by the name that it is called by
+    functions = [node for node in nodes if isinstance(node, Function)]
+    for decorated in (
+        f for f in functions if f.decorator_list
+    ):  # what a decorator has made of a function runs where that is called
+        around = {_spelt(getattr(d, "func", d)) for d in decorated.decorator_list}
+        made = [node for f in functions if f.name in around for node in everything(f) if node is not f]
+        resting.setdefault(decorated.name, []).extend(f.body for f in made if isinstance(f, Function))
     for part in nodes:
         if isinstance(part, Definition):
-            made = [s.body for s in part.body if isinstance(s, Function) and s.name in _MAKING]
-            resting.setdefault(part.name, []).extend(made if isinstance(part, ast.ClassDef) else [part.body])
+            making = [s.body for s in part.body if isinstance(s, Function) and s.name in _MAKING]
+            resting.setdefault(part.name, []).extend(making if isinstance(part, ast.ClassDef) else [part.body])
         elif isinstance(part, ast.Assign) and isinstance(part.value, ast.Lambda):
             for target in part.targets:
                 resting.setdefault(_spelt(target), []).append([part.value.body])
-    properties = {n.name for n in nodes if isinstance(n, Function) and _is_property(n)}
+    properties = {function.name for function in functions if _is_property(function)}
     now: list[ast.AST] = list(tree.body)
     for node in now:  # grows
         if isinstance(node, Function | ast.Lambda):
