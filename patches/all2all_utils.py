@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_rocm_fixes.late import defer, need
+from vllm_rocm_fixes.late import defer, movable, need
 from vllm_rocm_fixes.patch import Patch, Site, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import Definition, blocks, definitions, find, hidden_imports, imports, names, running_blocks
 
@@ -86,7 +86,7 @@ def mend(tree: ast.Module) -> None:
 def _early(tree: ast.Module) -> list[ast.stmt]:
     """Imports at module scope that ask for an optional package first, or bring one, or a class that needs one.
 
-    Where such an import stands in a `try` or a `with`, that.
+    Where such an import stands in a `try` or a `with`, or beside what else its name may be, that.
     """
     found: list[ast.stmt] = []
 
@@ -102,11 +102,19 @@ def _early(tree: ast.Module) -> list[ast.stmt]:
             before = len(found)
             for inner in running_blocks(statement):
                 look(inner, optional or asks)
-            if isinstance(statement, ast.Try | ast.With) and len(found) > before:
-                found[before:] = [statement]  # with what it does where the import fails
+            # With what it does where the import fails, or the package isn't there.
+            if len(found) > before and (isinstance(statement, ast.Try | ast.With) or _either(statement)):
+                found[before:] = [statement]
 
     look(tree.body, False)
     return found
+
+
+def _either(statement: ast.stmt) -> bool:
+    """Whether both branches of an `if` for one package bind the same name."""
+    if not isinstance(statement, ast.If) or any(isinstance(s, ast.If) for s in statement.body):
+        return False
+    return bool({*movable(statement.body)} & {*movable(statement.orelse)})
 
 
 def _modules(statement: ast.stmt) -> list[str]:

@@ -19,6 +19,7 @@ import sys
 from vllm_rocm_fixes.late import BINDER, defer
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
 from vllm_rocm_fixes.syntax import (
+    calls,
     everything,
     find,
     for_type_checkers,
@@ -26,9 +27,11 @@ from vllm_rocm_fixes.syntax import (
     hidden_imports,
     holding,
     names,
+    own_nodes,
     parse_statements,
     replace,
     running,
+    string,
 )
 
 _PCIE = "warmup_flashinfer_pcie_ipc_allreduce"
@@ -51,8 +54,10 @@ def examine(tree: ast.Module) -> Verdict:
     except LookupError as doubt:
         return unknown(str(doubt))
     pcie = _pcie(tree)
-    if not all(_statement(tree, use) for use in pcie):
-        return unknown("PCIe IPC's warm-up isn't called in a statement of its own")
+    renamed = find(tree, ast.alias, lambda a: a.name == _PCIE and a.asname is not None)
+    hidden = renamed or any(string(argument) == _PCIE for call in calls(tree, "getattr") for argument in call.args)
+    if hidden or not all(_statement(tree, use) for use in pcie):
+        return unknown("PCIe IPC's warm-up isn't called by its name, in a statement of its own")
     defects = [f"module scope has `{text.splitlines()[0]}`" for text in early]
     if pcie:
         defects.append("PCIe IPC's warm-up doesn't ask the communicator whether it will run")
@@ -79,7 +84,8 @@ def mend(tree: ast.Module) -> None:
     if minimax:
         imported, called = minimax
         for late in imported:
-            replace(holding(tree, late)[0], late, [])
+            block = holding(tree, late)[0]
+            replace(block, late, parse_statements("pass", late) if len(block) == 1 else [])
         block = holding(tree, called)[0]
         gate = parse_statements("if current_platform.is_cuda():\n    pass", called)[0]
         assert isinstance(gate, ast.If)
@@ -144,8 +150,10 @@ def _minimax(tree: ast.Module) -> tuple[list[ast.ImportFrom], ast.stmt] | None:
     used = find(tree, ast.Name, lambda n: n.id == _MINIMAX)
     if all(_on_cuda(tree, n) for n in (*imported, *used)):
         return None
-    if any(_chooses(i, n) for n in (*imported, *used) for i in find(run, ast.If)):
-        raise LookupError("the platform decides about MiniMax-M3's helper in a way that isn't known")
+    if any(_chosen(tree, n) for n in (*imported, *used) if not _on_cuda(tree, n)):
+        raise LookupError("whether MiniMax-M3's helper is for ROCm is decided in a way that isn't known")
+    if any(part in imported for s in find(run, ast.Try) + find(run, ast.With) for part in everything(s)):
+        raise LookupError("MiniMax-M3's helper is imported in a `try` or a `with`")
     called = [s for s in (_statement(tree, n) for n in used) if s]
     platform = [s for s in find(tree, ast.ImportFrom) if any(a.name == "current_platform" for a in s.names)]
     if len(imported) > 1 or len(called) != 1 or len(used) != 1 or not any(s in platform for s in early):
@@ -174,11 +182,25 @@ def _implies(test: ast.expr, call: str) -> bool:
     return ast.unparse(test) == call
 
 
-def _chooses(condition: ast.If, node: ast.AST) -> bool:
-    """Whether a condition of the platform's is around a node, or ends the function before it."""
-    around = any(part is node for part in everything(condition))
-    ends = condition.lineno < getattr(node, "lineno", 0) and bool(find(condition, ast.Return))
-    return "current_platform" in names(condition.test) and (around or ends)
+def _chosen(tree: ast.Module, node: ast.AST) -> bool:
+    """Whether a condition around a node, or one that may end its function before it, speaks of ROCm."""
+    line = getattr(node, "lineno", 0)
+    around = [s for s in find(tree, ast.stmt) if isinstance(s, _CONDITIONS) and any(p is node for p in everything(s))]
+    ends = find(tree, ast.If, lambda i: i.lineno < line and any(isinstance(s, ast.Return) for s in i.body))
+    said = _meant(tree, *(part for s in around for part in own_nodes(s)))
+    before = _meant(tree, *(condition.test for condition in ends))
+    return "rocm" in said + before or "is_cuda" in said or "is_cuda_alike" in before
+
+
+_CONDITIONS = (ast.If, ast.While, ast.Match)
+
+
+def _meant(tree: ast.Module, *parts: ast.AST) -> str:
+    """The words of some expressions and of what is assigned to their names, in small letters."""
+    read = {name for part in parts for name in names(part)}
+    assigned = find(tree, ast.Assign, lambda a: bool(read & {n for target in a.targets for n in names(target)}))
+    nodes = [n for part in (*parts, *(a.value for a in assigned)) for n in everything(part)]
+    return " ".join(str(getattr(n, "attr", getattr(n, "id", string(n)))) for n in nodes).lower()
 
 
 # What the mended code calls

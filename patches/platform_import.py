@@ -16,21 +16,23 @@ import subprocess
 import sys
 
 from vllm_rocm_fixes.patch import Patch, Verdict, clear, needed, unknown
-from vllm_rocm_fixes.syntax import evaluated, find, function, place
+from vllm_rocm_fixes.syntax import evaluated, find, function, place, string
 
 _ONCE = ("debug_once", "info_once", "warning_once", "error_once")
 
 
 def examine(tree: ast.Module) -> Verdict:
-    """Whether what runs at import says something once, and leaves open for which processes."""
+    """Whether what runs at import says something once, and for which processes."""
     if function(tree, "_get_gcn_arch") is None and not find(tree, ast.ClassDef, lambda c: c.name == "RocmPlatform"):
         return unknown("looked for _get_gcn_arch and for the class RocmPlatform, and found neither")
     said = _said(tree)
-    if any(ast.unparse(getattr(getattr(call, "func", None), "value", call)) != "logger" for call in said):
+    if not all(isinstance(call, ast.Call) and ast.unparse(call.func).startswith("logger.") for call in said):
         return unknown("while it is imported it logs once, and not by the logger that is known")
-    lines = ", ".join(str(call.lineno) for call in said)
-    if lines:
-        return needed(f"while it is imported it logs once without naming a scope (line {lines})")
+    if any(keyword.arg is None for call in said for keyword in getattr(call, "keywords", ())):
+        return unknown("while it is imported it logs once, and not by keywords that are known")
+    if said:
+        lines = ", ".join(str(call.lineno) for call in said)
+        return needed(f"while it is imported it logs once, and not for this process alone (line {lines})")
     return clear("nothing that runs at import logs through the distributed package")
 
 
@@ -38,17 +40,21 @@ def mend(tree: ast.Module) -> None:
     """Name the scope that needs no rank."""
     for call in _said(tree):
         assert isinstance(call, ast.Call), "examine() knows no other"
+        call.keywords = [keyword for keyword in call.keywords if keyword.arg != "scope"]
         call.keywords.append(place(ast.keyword("scope", ast.Constant("process")), call))
 
 
 def _said(tree: ast.Module) -> list[ast.expr]:
-    """A logger's *_once in what runs when the module is imported: called without a scope, or handed on."""
-    now = evaluated(tree)
+    """A logger's *_once in what may run at import: called, and not for this process alone, or handed on."""
+    now = evaluated(tree, handed_on=True)
     calls = {id(node.func): node for node in now if isinstance(node, ast.Call)}
     asked = [node for node in now if isinstance(node, ast.Attribute) and node.attr in _ONCE]
-    said = {id(a): calls.get(id(a), a) for a in asked}
-    open_ = (s for s in said.values() if not any(k.arg == "scope" for k in getattr(s, "keywords", ())))
-    return sorted(open_, key=lambda s: s.lineno)
+    said = {id(node): calls.get(id(node), node) for node in asked}
+    return sorted((s for s in said.values() if not _alone(s)), key=lambda s: s.lineno)
+
+
+def _alone(call: ast.expr) -> bool:
+    return any(k.arg == "scope" and string(k.value) == "process" for k in getattr(call, "keywords", ()))
 
 
 _CHILD = """

@@ -166,6 +166,24 @@ def test_an_import_that_may_fail_moves_with_what_it_does_then(around):
 
 
 @pytest.mark.unit
+def test_what_a_name_is_without_its_package_moves_with_the_import():
+    """Stock gives None, ours gives None when somebody asks, and the package isn't asked for before."""
+    source = (
+        "def has_mori():\n    asked.append(True)\n    return len(asked) > 2\n\n\n"
+        "def maybe_make_prepare_finalize():\n    return MoriPrepareAndFinalize\n\n\n"
+        "asked = []\nif TYPE_CHECKING:\n    from mori import MoriPrepareAndFinalize\n"
+        "if has_mori():\n    from mori import MoriPrepareAndFinalize\nelse:\n    MoriPrepareAndFinalize = None\n"
+    )
+    done = mend(source, "stock.py", [all2all_utils.PATCH])
+    assert done.outcomes[0].applied, done.outcomes[0].failed
+    for code, before in ((compile(source, "stock.py", "exec"), [True]), (done.code, [])):
+        namespace = {"TYPE_CHECKING": False, "__name__": "stock"}
+        exec(code, namespace)
+        assert namespace["asked"] == before
+        assert namespace["maybe_make_prepare_finalize"]() is None and namespace["asked"] == [True]
+
+
+@pytest.mark.unit
 def test_what_is_not_understood_is_left():
     source = _source("0.33.0")
     other = mend(source.replace("maybe_make_prepare_finalize", "other"), "stock.py", [all2all_utils.PATCH])

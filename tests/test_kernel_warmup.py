@@ -203,6 +203,26 @@ def test_a_condition_of_a_fork_stays(condition):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize(
+    "gate",
+    [
+        "if current_platform.is_cuda():\n    {}",
+        "if current_platform.is_cuda() and worker.m3:\n    {}",
+        "if current_platform.has_device_capability(90):\n    {}",
+        "if current_platform.is_cpu():\n        return\n{}",
+        "if not current_platform.is_cuda():\n        return\n{}",
+        "if worker.m3:\n        def on_rocm(): return 1\n{}",
+    ],
+)
+def test_an_import_that_is_above_a_forks_own_gate_moves_below_it(gate):
+    source = (tree("0.24.0") / "vllm/model_executor/warmup/kernel_warmup.py").read_text()
+    call = "    minimax_m3_msa_warmup(worker)\n"
+    assert source.count(call) == 1
+    done = mend(source.replace(call, f"    {gate.format(call)}"), "m.py", [kernel_warmup.PATCH])
+    assert done.outcomes[0].applied, done.outcomes[0]
+
+
+@pytest.mark.unit
 def test_what_else_stands_below_the_gate_is_not_left_out():
     fork = forked("0.33.0", (IPC_CALL, f"{IPC_CALL}        warm_another(worker)\n"))
     mended = ast.unparse(mend(fork, "fork.py", [kernel_warmup.PATCH]).tree)

@@ -169,11 +169,16 @@ def test_an_edit_leaves_no_name_unbound_that_the_source_reads(behind, applied):
         ("if late:\n    from os import sep as FLAG", False),
         ("def g():\n    global FLAG\n    FLAG = False", False),
         ("FLAG = True", True),
+        ("FLAG += 1", False),
+        ("match late:\n    case FLAG: ...", False),
+        ("if TYPE_CHECKING:\n    from os import FLAG", True),
         ("def g():\n    FLAG = False", True),
         ("class C:\n    FLAG = False", True),
     ],
 )
-@pytest.mark.parametrize("condition", ["if FLAG:", "if not other:\n  if FLAG:", "with late(FLAG):"])
+@pytest.mark.parametrize(
+    "condition", ["if FLAG:", "if not other:\n  if FLAG:", "if FLAG:\n  pass\nelse:", "with late(FLAG):"]
+)
 def test_what_is_moved_reads_what_it_read_in_its_place(after, applied, condition):
     """An import under a condition isn't deferred where the condition would be another by then."""
     source = (
@@ -189,3 +194,32 @@ def test_what_is_moved_reads_what_it_read_in_its_place(after, applied, condition
     done = mend(source, "m.py", [patch(examine=examine, mend=lambda tree: defer(tree, moves) and None)])
     assert [o.applied for o in done.outcomes] == [applied], done.outcomes[0].failed
     assert applied or "reads FLAG, which the source binds in another way after that" in done.outcomes[0].failed
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "applied"),
+    [
+        ("FLAG = True", "FLAG = not FLAG", False),
+        ("FLAG = False\nif other:\n    FLAG = True", "FLAG = False", False),
+        ("FLAG = 0\nFLAG += 1", "FLAG += 1", False),
+        ("FLAG = 0\nFLAG = 1", "", True),
+        ("from os import sep as FLAG", "from os import sep as FLAG, other", True),
+        ("from os import sep as FLAG", "from posix import sep as FLAG", False),
+        ("import os as FLAG", "import sys as FLAG", False),
+        ("FLAG = 1\nwith late() as error: ...", "with late() as error: ...\nerror = 2", True),
+    ],
+)
+def test_the_same_value_again_is_no_other_value(before, after, applied):
+    """What counts are all ways to bind the name, and not a name that the moved code binds itself."""
+    source = (
+        f"from os import late, other\n{before}\n"
+        f"try:\n    import mori\nexcept [e for e in FLAG] as error:\n    late(error)\n{after}\n"
+    )
+
+    def examine(tree):
+        return needed("early") if any(isinstance(s, ast.Try) for s in tree.body) else clear("late")
+
+    edit = patch(examine=examine, mend=lambda tree: defer(tree, lambda s: isinstance(s, ast.Try)) and None)
+    done = mend(source, "m.py", [edit])
+    assert [o.applied for o in done.outcomes] == [applied], done.outcomes[0].failed
+    assert applied or "reads FLAG" in done.outcomes[0].failed

@@ -23,6 +23,11 @@ RUNS = {
     "a decorator of a method": "class Other:\n    @probe\n    def method(self): ...",
     "a decorator's argument": "def with_(x):\n    return lambda f: f\n@with_(probe())\ndef other(): ...",
     "what a decorator has made": f"{WRAPS}@with_\ndef other(): ...\nfound = other()",
+    "what a lambda of a decorator's calls": "def with_(f):\n    return lambda *_: probe()\n"
+    "@with_\ndef other(): ...\nfound = other()",
+    "a decorator by another name": f"{WRAPS}by = with_\n@by\ndef other(): ...\nfound = other()",
+    "leaving a with": "class Other:\n    def __exit__(self, *_):\n        probe()\nwith Other(): ...",
+    "a metaclass": "class Meta(type):\n    def __new__(cls, *_):\n        probe()\nclass Other(metaclass=Meta): ...",
     "a default": "def other(x=probe()): ...",
     "a default of a method": "class Other:\n    def method(self, *, x=probe()): ...",
     "in a class": "class Other:\n    found = probe()",
@@ -132,11 +137,30 @@ EDITS = {
     ("kernel_warmup", "0.24.0", "off CUDA"): (WARMS, f"    if not current_platform.is_cuda():\n    {WARMS}"),
     ("kernel_warmup", "0.24.0", "on everything else"): (
         WARMS,
-        f"    if current_platform.is_xpu():\n        pass\n    else:\n    {WARMS}",
+        f"    if current_platform.is_rocm():\n        pass\n    else:\n    {WARMS}",
     ),
     ("kernel_warmup", "0.24.0", "not behind a return"): (
         WARMS,
         f"    if not current_platform.is_cuda_alike():\n        return\n{WARMS}",
+    ),
+    ("kernel_warmup", "0.24.0", "by a flag"): (WARMS, f"    on_rocm = is_on_rocm()\n    if on_rocm:\n    {WARMS}"),
+    ("kernel_warmup", "0.24.0", "in a while"): (WARMS, f"    while platform.is_rocm():\n    {WARMS}        break\n"),
+    ("kernel_warmup", "0.24.0", "in a match"): (
+        WARMS,
+        f"    match platform.name:\n        case 'rocm':\n        {WARMS}",
+    ),
+    ("kernel_warmup", "0.24.0", "in a try"): (
+        MINIMAX,
+        "    try:\n        from vllm.model_executor.warmup.minimax_m3_msa_warmup import minimax_m3_msa_warmup\n"
+        "    except ImportError:\n        return\n",
+    ),
+    ("kernel_warmup", "0.33.0", "by another name"): (
+        PCIE,
+        "        from x import warmup_flashinfer_pcie_ipc_allreduce as warm\n        warm(worker)\n",
+    ),
+    ("kernel_warmup", "0.33.0", "by a string"): (
+        PCIE,
+        "        getattr(flashinfer_pcie_ipc_all_reduce, 'warmup_flashinfer_pcie_ipc_allreduce')(worker)\n",
     ),
     ("kernel_warmup", "0.33.0", "read"): (PCIE, PCIE.replace("flash", "warmed = flash", 1)),
     ("aiter_ops", "0.24.0", "by name"): (
@@ -148,6 +172,7 @@ EDITS = {
         f"def ask():\n    from aiter import x\n\n\n{PROBES}    ask()\n\n\ndef old():\n",
     ),
     ("platform_import", "0.23.0", "by another logger"): ("logger.warning_once(", "LOG.warning_once("),
+    ("platform_import", "0.23.0", "by keywords"): ("logger.warning_once(", "logger.warning_once(**once, msg="),
     ("platform_memory", "0.20.2", "in another function"): (
         "device_props = torch.cuda.get_device_properties(device_id)\n        return device_props.total_memory\n",
         "return total_memory(device_id)\n",

@@ -28,11 +28,11 @@ from .syntax import (
     Function,
     blocks,
     first_statement,
+    for_type_checkers,
     outside_functions,
     own_nodes,
     parse_expression,
     parse_statements,
-    place,
     replace,
     running_blocks,
     statements,
@@ -184,7 +184,7 @@ def _take(block: Block, chosen: Callable[[ast.stmt], bool]) -> list[Block]:
             for branch in running_blocks(statement):
                 test = copy.deepcopy(statement.test)
                 if branch is statement.orelse:
-                    test = place(ast.UnaryOp(ast.Not(), test), test)
+                    test = ast.copy_location(ast.UnaryOp(ast.Not(), test), test)
                 taken = _take(branch, chosen)
                 groups += [[ast.copy_location(ast.If(test, group, []), statement)] for group in taken]
             if not statement.body:
@@ -278,7 +278,8 @@ def _refuse_early_use(tree: ast.Module, names: set[str]) -> None:
     for statement in outside_functions(tree.body):
         for name in sorted(_names_in(own_nodes(statement), names)):
             raise ValueError(f"line {statement.lineno}: {name} is read at module scope")
-    for name in sorted(names & set(_bound(tree.body))):
+    running = [part for s in tree.body for part in (s.orelse if for_type_checkers(s) else [s])]
+    for name in sorted(names & set(_bound(running))):
         raise ValueError(f"{name} is bound at module scope in another place too")
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator, Sequence
+from typing import Any, get_args
 
 from .patch import Mended, Outcome, Passing, Patch, Site, Verdict, unknown
-from .syntax import Definition, Function, everything, outside_functions, own_nodes, statements
+from .syntax import Definition, Function, everything, outside_functions, own_nodes, running, statements
 
 
 def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Site | None = None) -> Mended:
@@ -93,7 +94,7 @@ def _complaint(tree: ast.Module) -> str | None:
     What an edit put in stands at a point, and stock's own nodes don't: see syntax.place.
     """
     outer = [s for s in outside_functions(tree.body) if isinstance(s, Function)]
-    scope = {id(node): function for function in outer for node in everything(function)}
+    scope = {id(node): function for function in outer for node in everything(function) if node is not function}
     nodes = everything(tree)
     gates = [n for n in nodes if isinstance(n, ast.If) and not n.orelse and id(n) in scope and _inserted(n)]
     gated = {id(node) for gate in gates for statement in gate.body for node in everything(statement)}
@@ -104,21 +105,20 @@ def _complaint(tree: ast.Module) -> str | None:
     always: set[tuple[Function | None, str]] = set()  # bound, and not by what an edit's `if` may leave out
     used: set[tuple[Function | None, str]] = set()  # read, outside of those
     shared: set[str] = set()
-    late: dict[str, int] = {}  # read by what was moved out of module scope, and the first line of it
+    late: dict[tuple[Function | None, str], int] = {}  # read by what was moved out of module scope, and its first line
     for node in nodes:
         if "lineno" in node._attributes and not hasattr(node, "lineno"):
             return f"puts in a {type(node).__name__} without a position"
-        here = None if node in outer else scope.get(id(node))
-        if not isinstance(node, _Naming):
+        if type(node) not in _NAMING:
             shared.update(node.names if isinstance(node, ast.Global) else ())
             continue
-        name, binds = _name(node), _binds(node)
+        here, name, binds = scope.get(id(node)), _name(node), _binds(node)
         if _inserted(node):
             (ours if binds else read).add((here, name))
         elif isinstance(node, ast.Name):
             theirs.add((here, name))
             if here and not binds and _inserted(here):
-                late[name] = min(node.lineno, late.get(name, node.lineno))
+                late[here, name] = min(node.lineno, late.get((here, name), node.lineno))
         if binds:
             bound.add((here, name))
         if id(node) not in gated:
@@ -130,40 +130,53 @@ def _complaint(tree: ast.Module) -> str | None:
     missing = {name for here, name in read - bound} - known
     if missing:
         return f"reads {min(missing)}, which the source doesn't have"
-    changed = _changed(tree, late, shared)
+    changed = _changed(tree, {place[1]: line for place, line in late.items() if place not in bound}, shared)
     if changed:
         return f"moves what reads {min(changed)}, which the source binds in another way after that"
     lost = {name for here, name in (bound - always) & used if here} - shared
     return f"binds {min(lost)} under a condition, and the source reads it without" if lost else None
 
 
-_Naming = ast.Name | ast.arg | ast.alias | Definition | ast.ExceptHandler
+_NAMING = {ast.Name, ast.arg, ast.alias, *get_args(Definition), ast.ExceptHandler, ast.MatchAs, ast.MatchStar}
 
 
-def _binds(node: _Naming) -> bool:
-    return not (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
-
-
-def _name(node: _Naming) -> str:
+def _name(node: Any) -> str:
+    """The name that a node of these kinds reads or binds; empty where it has none."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.arg):
+        return node.arg
     if isinstance(node, ast.alias):
         return node.asname or node.name.partition(".")[0]
-    return (node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else node.name) or ""
+    return node.name or ""
+
+
+def _binds(node: ast.AST) -> bool:
+    return not (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
 
 
 def _changed(tree: ast.Module, late: dict[str, int], shared: set[str]) -> set[str]:
     """Of names that are read late, and the lines where they were, those that are bound before that and again after it.
 
-    Not those that the same words bind again, as they do a logger.
+    Not those that are always bound in the same way, as a logger is.
     """
-    words: dict[str, tuple[set[str], set[str]]] = {name: (set(), set()) for name in late}
-    for _, statement in statements(tree.body) if late else ():
+    ways: dict[str, tuple[set[str], set[str]]] = {name: (set(), set()) for name in late}
+    for statement in running(tree.body) if late else ():
         for node in (statement, *own_nodes(statement)):
-            if isinstance(node, _Naming) and _binds(node) and _name(node) in late and not _inserted(statement):
-                words[_name(node)][statement.lineno > late[_name(node)]].add(ast.unparse(statement))
-    return {name for name, (before, after) in words.items() if before and (after - before or name in shared)}
+            if type(node) in _NAMING and _name(node) in late and _binds(node) and not _inserted(statement):
+                ways[_name(node)][statement.lineno > late[_name(node)]].add(_way(statement, node))
+    again = {name for name, (before, after) in ways.items() if before and after and len(before | after) > 1}
+    return again | {name for name, (before, _) in ways.items() if before and name in shared}
 
 
-def _inserted(node: ast.stmt | ast.expr | ast.excepthandler | ast.arg | ast.alias) -> bool:
+def _way(statement: ast.stmt, node: ast.AST) -> str:
+    """What binds a name, as text: alike where it gives the same value each time."""
+    if isinstance(node, ast.alias):
+        return f"{getattr(statement, 'module', '')} {node.name if node.asname else _name(node)}"
+    return ast.unparse(statement) + str(statement.lineno if isinstance(statement, ast.AugAssign) else "")
+
+
+def _inserted(node: Any) -> bool:
     return (node.lineno, node.col_offset) == (node.end_lineno, node.end_col_offset)
 
 

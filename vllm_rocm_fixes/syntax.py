@@ -175,22 +175,17 @@ def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
     return [node for node in evaluated(tree) if id(node) in hidden] if hidden else []
 
 
-def evaluated(tree: ast.Module) -> list[ast.AST]:
+def evaluated(tree: ast.Module, handed_on: bool = False) -> list[ast.AST]:
     """Every node that is evaluated while the module runs, also in functions that run then.
 
     Those are called, read as a property, or used as a decorator or a base: whatever has such a name counts. A function
-    that is handed on is taken for one that is not called.
+    that is handed on is taken for one that is not called, or, where handed_on is set, for one that is.
     """
     nodes = everything(tree)
     aliases = _aliases(nodes)
-    resting: dict[str, list[Sequence[ast.AST]]] = {}  # what doesn't run yet, by the name that it is called by
     functions = [node for node in nodes if isinstance(node, Function)]
-    for decorated in (
-        f for f in functions if f.decorator_list
-    ):  # what a decorator has made of a function runs where that is called
-        around = {_spelt(getattr(d, "func", d)) for d in decorated.decorator_list}
-        made = [node for f in functions if f.name in around for node in everything(f) if node is not f]
-        resting.setdefault(decorated.name, []).extend(f.body for f in made if isinstance(f, Function))
+    properties = {function.name for function in functions if _is_property(function)}
+    resting: dict[str, list[Sequence[ast.AST]]] = {}  # what doesn't run yet, by the name that it is called by
     for part in nodes:
         if isinstance(part, Definition):
             making = [s.body for s in part.body if isinstance(s, Function) and s.name in _MAKING]
@@ -198,8 +193,16 @@ def evaluated(tree: ast.Module) -> list[ast.AST]:
         elif isinstance(part, ast.Assign) and isinstance(part.value, ast.Lambda):
             for target in part.targets:
                 resting.setdefault(_spelt(target), []).append([part.value.body])
-    properties = {function.name for function in functions if _is_property(function)}
+    made: dict[str, list[Sequence[ast.AST]]] = {}  # by a decorator: it runs where what it decorates is called
+    for function in functions:
+        for name in {_spelt(getattr(d, "func", d)) for d in function.decorator_list}:
+            if name not in made:
+                makers = [part for f in functions if f.name in (name, aliases.get(name)) for part in everything(f)[1:]]
+                made[name] = [part.body for part in makers if isinstance(part, Function)]
+                made[name] += [[part.body] for part in makers if isinstance(part, ast.Lambda)]
+            resting[function.name] += made[name]
     now: list[ast.AST] = list(tree.body)
+    ran: set[int] = set()
     for node in now:  # grows
         if isinstance(node, Function | ast.Lambda):
             now += [default for default in (*node.args.defaults, *node.args.kw_defaults) if default]
@@ -209,21 +212,23 @@ def evaluated(tree: ast.Module) -> list[ast.AST]:
             now += ast.iter_child_nodes(node)
         called = list(getattr(node, "decorator_list", []))
         if isinstance(node, ast.ClassDef):
-            called += node.bases
+            called += [*node.bases, *(keyword.value for keyword in node.keywords)]
         else:  # a class's decorators are among its children
             now += called
         if isinstance(node, ast.Call):
             called += [node.func, *(node.args if _spelt(node.func) in ("map", "filter") else [])]
-        elif isinstance(node, ast.Attribute) and node.attr in properties:
+        elif handed_on or (isinstance(node, ast.Attribute) and node.attr in properties):
             called.append(node)
-        now += [function.body for function in called if isinstance(function, ast.Lambda)]
+        bodies: list[Sequence[ast.AST]] = [[function.body] for function in called if isinstance(function, ast.Lambda)]
         by = {name for function in called for name in (_spelt(function), aliases.get(_spelt(function), ""))} - {""}
-        now += [s for name in by for body in resting.pop(name, []) for s in body]
+        bodies += [body for name in by for body in resting.pop(name, [])]
+        now += [part for body in bodies if id(body[0]) not in ran for part in body]
+        ran |= {id(body[0]) for body in bodies}
     return now
 
 
-# What runs where a class is called, entered, or made.
-_MAKING = ("__new__", "__init__", "__post_init__", "__call__", "__enter__", "__init_subclass__")
+# What runs where a class is called, entered and left, or made.
+_MAKING = ("__new__", "__init__", "__post_init__", "__call__", "__enter__", "__exit__", "__init_subclass__")
 
 
 def _aliases(nodes: list[ast.AST]) -> dict[str, str]:
