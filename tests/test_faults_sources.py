@@ -63,15 +63,21 @@ KNOWN = {*dir(builtins), "__file__", "__name__", "__doc__", "__path__", "__spec_
 
 
 @functools.cache
-def sources(module):
-    """The stock texts of a module, the releases with the defect before the ones without it."""
-    needed, others = [], []
+def stock(module):
+    """For each release its text of a module and, where it has the defect, the mended code."""
+    found = {}
     for release in RELEASES:
         path = path_of(tree(release), module)
         if path is not None:
             text = path.read_text()
-            applied = mend(text, "m.py", MODULES[module], Site()).code is not None
-            (needed if applied else others).append((release, text))
+            found[release] = text, mend(text, "m.py", MODULES[module], Site()).code
+    return found
+
+
+def sources(module):
+    """The stock texts of a module, those with the defect more often than the ones without it."""
+    needed = [(release, text) for release, (text, code) in stock(module).items() if code is not None]
+    others = [(release, text) for release, (text, code) in stock(module).items() if code is None]
     assert needed, f"no release has the defect of {module}"
     return [*needed, *needed, *needed, *others]
 
@@ -79,12 +85,8 @@ def sources(module):
 @functools.cache
 def touched(module):
     """The functions that a mend of stock releases changes, by their last names."""
-    found = set()
-    for _, text in sources(module):
-        mended = mend(text, "m.py", MODULES[module], Site())
-        if mended.code is not None:
-            found |= {name.rpartition(".")[2] for name in differing(compile(text, "m.py", "exec"), mended.code)}
-    return found
+    both = [(compile(text, "m.py", "exec"), code) for text, code in stock(module).values() if code is not None]
+    return {name.rpartition(".")[2] for before, after in both for name in differing(before, after)}
 
 
 def by_name(code):
@@ -128,6 +130,7 @@ def marks(node, inside=""):
         yield from marks(child, inside)
 
 
+@functools.lru_cache(4096)
 def operations(code, *kinds):
     """The names that code itself loads, or stores, in these ways."""
     return {i.argval for i in dis.get_instructions(code) if i.opname in kinds}
@@ -213,7 +216,7 @@ def check(module, source, write):
         assert mended.tree is None and not applied
         return False
     assert applied and mended.tree is not None
-    stock, before = compile(source, "m.py", "exec", dont_inherit=True), ast.parse(source)
+    original, before = compile(source, "m.py", "exec", dont_inherit=True), ast.parse(source)
     # What others put in is there, and where it was.
     kept = collections.Counter(marks(mended.tree))
     for place, count in collections.Counter(marks(before)).items():
@@ -224,7 +227,7 @@ def check(module, source, write):
     heads, new = (sorted((d for d in ds if d[0] not in ADDED | own), key=lambda d: d[0]) for ds in (heads, new))
     assert new == heads, [d for d in new if d not in heads] + [d for d in heads if d not in new]
     # Nothing vanished from the module, and nothing is read that nobody binds.
-    names = operations(stock, *STORES) | shared(before)
+    names = operations(original, *STORES) | shared(before)
     after = operations(mended.code, *STORES) | shared(mended.tree)
     errors = {
         h.name for h in ast.walk(before) if isinstance(h, ast.ExceptHandler)
@@ -233,7 +236,7 @@ def check(module, source, write):
     gone = {name for p in applied for name in GONE.get(p.name, ())} - after
     assert names - gone <= after <= names | ADDED | own, names ^ after
     assert not gone & reads(mended.code), f"{gone} is read"
-    was, now = by_name(stock), by_name(mended.code)
+    was, now = by_name(original), by_name(mended.code)
     changed_ones = [
         name for name in now if len(was[name]) != len(now[name]) or not all(map(same, was[name], now[name]))
     ]
@@ -242,7 +245,7 @@ def check(module, source, write):
             for one, other in zip(was[name], now[name], strict=True):
                 fresh = {*other.co_varnames, *other.co_cellvars} - {*one.co_varnames, *one.co_cellvars}
                 assert not fresh & reads(one), f"{name} gets a variable of its own for {fresh & reads(one)}"
-        early = reads(stock) if name == BINDER else set()  # it holds what stood at module scope
+        early = reads(original) if name == BINDER else set()  # it holds what stood at module scope
         unbound = reads(*now[name]) - reads(*was[name]) - early - after - KNOWN
         assert not unbound, f"{name}: nobody binds {unbound}"
     check_late_names(mended.tree, mended.code)
@@ -281,8 +284,8 @@ def test_a_changed_module_is_mended_and_whole_or_stock(module):
         st.sampled_from([*["utf-8"] * 6, *ENCODINGS]),
     )
     def run(release, steps, encoding):
-        stock = dict(sources(module))[release]
-        seen[check(module, changed(stock, steps, encoding), sum(seen.values()) % 2 == 0)] += 1
+        text = stock(module)[release][0]
+        seen[check(module, changed(text, steps, encoding), sum(seen.values()) % 2 == 0)] += 1
 
     run()
     assert seen[True] and seen[False], seen
@@ -311,14 +314,14 @@ FOUND = {
 
 def test_a_platform_of_another_name():
     module = "vllm.v1.attention.backends.fa_utils"
-    text = dict(sources(module))["0.26.0"].replace("current_platform", "current_platform_x")
+    text = stock(module)["0.26.0"][0].replace("current_platform", "current_platform_x")
     assert not check(module, text.encode(), write=True)
 
 
 @pytest.mark.parametrize(("module", "number"), [(m, n) for m in FOUND for n in range(len(FOUND[m]))])
 def test_what_was_found(module, number):
     new, release, before = FOUND[module][number]
-    text = dict(sources(module))[release]
+    text = stock(module)[release][0]
     assert f"\n{before}" in text
     check(module, text.replace(f"\n{before}", f"\n{new}{before}", 1).encode(), write=True)
 
