@@ -48,7 +48,7 @@ def _said(tree: ast.Module) -> list[ast.expr]:
     """A logger's *_once in what may run at import: called, and not for this process alone, or handed on."""
     now = evaluated(tree, handed_on=True)
     calls = {id(node.func): node for node in now if isinstance(node, ast.Call)}
-    asked = [node for node in now if isinstance(node, ast.Attribute) and node.attr in _ONCE]
+    asked = [n for n in now if isinstance(n, ast.expr) and (getattr(n, "attr", None) or string(n)) in _ONCE]
     said = {id(node): calls.get(id(node), node) for node in asked}
     return sorted((s for s in said.values() if not _alone(s)), key=lambda s: s.lineno)
 

@@ -170,6 +170,8 @@ def test_an_edit_leaves_no_name_unbound_that_the_source_reads(behind, applied):
         ("def g():\n    global FLAG\n    FLAG = False", False),
         ("FLAG = True", True),
         ("FLAG += 1", False),
+        ("FLAG.on['x'] = False", False),
+        ("del FLAG[0]", False),
         ("match late:\n    case FLAG: ...", False),
         ("if TYPE_CHECKING:\n    from os import FLAG", True),
         ("def g():\n    FLAG = False", True),

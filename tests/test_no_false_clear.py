@@ -172,6 +172,7 @@ EDITS = {
         f"def ask():\n    from aiter import x\n\n\n{PROBES}    ask()\n\n\ndef old():\n",
     ),
     ("platform_import", "0.23.0", "by another logger"): ("logger.warning_once(", "LOG.warning_once("),
+    ("platform_import", "0.23.0", "by a string"): ("logger.warning_once(", "getattr(logger, 'warning_once')("),
     ("platform_import", "0.23.0", "by keywords"): ("logger.warning_once(", "logger.warning_once(**once, msg="),
     ("platform_memory", "0.20.2", "in another function"): (
         "device_props = torch.cuda.get_device_properties(device_id)\n        return device_props.total_memory\n",

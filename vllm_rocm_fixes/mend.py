@@ -163,10 +163,20 @@ def _changed(tree: ast.Module, late: dict[str, int], shared: set[str]) -> set[st
     ways: dict[str, tuple[set[str], set[str]]] = {name: (set(), set()) for name in late}
     for statement in running(tree.body) if late else ():
         for node in (statement, *own_nodes(statement)):
-            if type(node) in _NAMING and _name(node) in late and _binds(node) and not _inserted(statement):
-                ways[_name(node)][statement.lineno > late[_name(node)]].add(_way(statement, node))
+            name = _changes(node)
+            if name in late and not _inserted(statement):
+                ways[name][statement.lineno > late[name]].add(_way(statement, node))
     again = {name for name, (before, after) in ways.items() if before and after and len(before | after) > 1}
     return again | {name for name, (before, _) in ways.items() if before and name in shared}
+
+
+def _changes(node: Any) -> str:
+    """The name that a node gives a value, or an item or attribute of its value; empty where it does neither."""
+    if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        while isinstance(node, ast.Attribute | ast.Subscript):
+            node = node.value
+        return node.id if isinstance(node, ast.Name) else ""
+    return _name(node) if type(node) in _NAMING and _binds(node) else ""
 
 
 def _way(statement: ast.stmt, node: ast.AST) -> str:
