@@ -40,6 +40,6 @@ def unit(session: nox.Session) -> None:
     """Test the engine; on the oldest and the newest Python, every patch on every release's sources, too."""
     session.install("--quiet", "-r", "requirements/unit.txt")
     session.install("--quiet", "--no-deps", "--no-build-isolation", "-e", ".")
-    session.run("pytest", "-q", "-p", "no:cacheprovider", *(session.posargs or ENGINE))
-    if session.python in ("3.10", "3.14"):
-        session.run("pytest", "-q", "-p", "no:cacheprovider", "tests/test_matrix.py")
+    tests = [*ENGINE, "tests/test_matrix.py"] if session.python in ("3.10", "3.14") else ENGINE
+    together = ("-n", os.environ.get("JOBS", "2"), "--dist", "loadfile")
+    session.run("pytest", "-q", "-p", "no:cacheprovider", *together, *(session.posargs or tests))
