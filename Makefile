@@ -23,7 +23,7 @@ lint: .venv-test  ## style and types
 	$(RUN) -m mypy
 
 unit: .venv-test  ## the tests that need no vLLM, on every Python from 3.10 to 3.14 that is here
-	@echo "40 seconds for each Python, 2 minutes more for the oldest and the newest; the first time also downloads"
+	@echo "20 seconds for each Python, about a minute for the oldest and the newest; the first time also downloads"
 	$(RUN) -m nox
 
 matrix: .venv-test  ## every patch against every release of vLLM; writes docs/support.md

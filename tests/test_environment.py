@@ -98,4 +98,4 @@ def test_how_long_the_unit_tests_take_is_said_first(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     command = ["make", "-C", tmp_path, "--no-print-directory", "unit", "RUN=true", "PYTHON=true"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("40 seconds for each Python")
+    assert done.stdout.startswith("20 seconds for each Python")
