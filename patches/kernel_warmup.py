@@ -150,7 +150,7 @@ def _minimax(tree: ast.Module) -> tuple[list[ast.ImportFrom], ast.stmt] | None:
     used = find(tree, ast.Name, lambda n: n.id == _MINIMAX)
     if all(_on_cuda(tree, n) for n in (*imported, *used)):
         return None
-    if any(_chosen(tree, n) for n in (*imported, *used) if not _on_cuda(tree, n)):
+    if any(_chosen(tree, run, n) for n in (*imported, *used) if not _on_cuda(tree, n)):
         raise LookupError("whether MiniMax-M3's helper is for ROCm is decided in a way that isn't known")
     if any(part in imported for s in find(run, ast.Try) + find(run, ast.With) for part in everything(s)):
         raise LookupError("MiniMax-M3's helper is imported in a `try` or a `with`")
@@ -182,11 +182,11 @@ def _implies(test: ast.expr, call: str) -> bool:
     return ast.unparse(test) == call
 
 
-def _chosen(tree: ast.Module, node: ast.AST) -> bool:
+def _chosen(tree: ast.Module, run: ast.AST, node: ast.AST) -> bool:
     """Whether a condition around a node, or one that may end its function before it, speaks of ROCm."""
     line = getattr(node, "lineno", 0)
-    around = [s for s in find(tree, ast.stmt) if isinstance(s, _CONDITIONS) and any(p is node for p in everything(s))]
-    ends = find(tree, ast.If, lambda i: i.lineno < line and any(isinstance(s, ast.Return) for s in i.body))
+    around = [s for s in find(run, ast.stmt) if isinstance(s, _CONDITIONS) and any(p is node for p in everything(s))]
+    ends = find(run, ast.If, lambda i: i.lineno < line and any(isinstance(s, ast.Return) for s in i.body))
     said = _meant(tree, *(part for s in around for part in own_nodes(s)))
     before = _meant(tree, *(condition.test for condition in ends))
     return "rocm" in said + before or "is_cuda" in said or "is_cuda_alike" in before
@@ -198,7 +198,7 @@ _CONDITIONS = (ast.If, ast.While, ast.Match)
 def _meant(tree: ast.Module, *parts: ast.AST) -> str:
     """The words of some expressions and of what is assigned to their names, in small letters."""
     read = {name for part in parts for name in names(part)}
-    assigned = find(tree, ast.Assign, lambda a: bool(read & {n for target in a.targets for n in names(target)}))
+    assigned = find(tree, ast.Assign, lambda a: any(read & names(target) for target in a.targets)) if read else []
     nodes = [n for part in (*parts, *(a.value for a in assigned)) for n in everything(part)]
     return " ".join(str(getattr(n, "attr", getattr(n, "id", string(n)))) for n in nodes).lower()
 

@@ -4,7 +4,9 @@ import ast
 
 import pytest
 from on_release import report
+from releases import tree
 
+from vllm_rocm_fixes.mend import mend
 from vllm_rocm_fixes.patches import fa_utils
 
 RELEASES = ["0.14.1", "0.25.1", "0.33.0"]
@@ -48,6 +50,15 @@ def test_a_missing_one_is_not_worth_a_line(release):
         assert "requires upstream flash-attn" in stock["missing"]["import"]["raised"]
     else:
         assert ours["missing"]["call"]["raised"] == stock["missing"]["call"]["raised"]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("again", ["", "from vllm.other import current_platform\n"])
+def test_the_platform_that_is_asked_late_is_the_one_that_stock_asks(again):
+    source = (tree("0.33.0") / "vllm/v1/attention/backends/fa_utils.py").read_text()
+    done = mend(f"{source}\n{again}", "m.py", [fa_utils.PATCH])
+    assert done.outcomes[0].applied != bool(again)
+    assert not again or "moves what reads current_platform" in done.outcomes[0].failed
 
 
 @pytest.mark.unit

@@ -172,6 +172,8 @@ def test_an_edit_leaves_no_name_unbound_that_the_source_reads(behind, applied):
         ("FLAG += 1", False),
         ("FLAG.on['x'] = False", False),
         ("del FLAG[0]", False),
+        ("FLAG.environ.pop('x')", False),
+        ("FLAG.info('x')", True),
         ("match late:\n    case FLAG: ...", False),
         ("if TYPE_CHECKING:\n    from os import FLAG", True),
         ("def g():\n    FLAG = False", True),

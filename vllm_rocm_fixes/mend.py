@@ -11,6 +11,7 @@ import builtins
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
+from .late import BINDER
 from .patch import Mended, Outcome, Passing, Patch, Site, Verdict, unknown
 from .syntax import Definition, Function, everything, outside_functions, own_nodes, running, statements
 
@@ -117,8 +118,9 @@ def _complaint(tree: ast.Module) -> str | None:
             (ours if binds else read).add((here, name))
         elif isinstance(node, ast.Name):
             theirs.add((here, name))
-            if here and not binds and _inserted(here):
-                late[here, name] = min(node.lineno, late.get((here, name), node.lineno))
+        if here and not binds and _inserted(here) and (here.name == BINDER or not _inserted(node)):
+            line = getattr(node, "lineno", 0)
+            late[here, name] = min(line, late.get((here, name), line))
         if binds:
             bound.add((here, name))
         if id(node) not in gated:
@@ -170,9 +172,28 @@ def _changed(tree: ast.Module, late: dict[str, int], shared: set[str]) -> set[st
     return again | {name for name, (before, _) in ways.items() if before and name in shared}
 
 
+_CHANGING = {
+    "add",
+    "append",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "remove",
+    "setdefault",
+    "update",
+}
+
+
 def _changes(node: Any) -> str:
-    """The name that a node gives a value, or an item or attribute of its value; empty where it does neither."""
-    if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+    """The name that a node gives a value, or whose value it changes; empty where it does neither."""
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in _CHANGING:
+        node = node.func
+    elif isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Load):
+        return ""
+    if isinstance(node, ast.Attribute | ast.Subscript):
         while isinstance(node, ast.Attribute | ast.Subscript):
             node = node.value
         return node.id if isinstance(node, ast.Name) else ""
