@@ -172,19 +172,7 @@ def _changed(tree: ast.Module, late: dict[str, int], shared: set[str]) -> set[st
     return again | {name for name, (before, _) in ways.items() if before and name in shared}
 
 
-_CHANGING = {
-    "add",
-    "append",
-    "clear",
-    "discard",
-    "extend",
-    "insert",
-    "pop",
-    "popitem",
-    "remove",
-    "setdefault",
-    "update",
-}
+_CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "update"}
 
 
 def _changes(node: Any) -> str:
