@@ -180,7 +180,7 @@ def examine(tree: ast.Module) -> Verdict:
             return unknown(f"{elsewhere[0]} asks for the kernel, and not {_PROBE}")
         return clear("nothing here asks whether AITER has the kernel")
     asked = [probe]
-    functions = [s for _, s in statements(tree.body, into_definitions=True) if isinstance(s, Function)]
+    functions = [s for _, s in statements(tree.body, closed=()) if isinstance(s, Function)]
     for asker in asked:  # grows: what they call, methods too
         called = names(asker) | {a.attr for a in find(asker, ast.Attribute)}
         asked += [f for f in functions if f.name in called and f not in asked]

@@ -27,7 +27,6 @@ from vllm_rocm_fixes.syntax import (
     hidden_imports,
     holding,
     names,
-    own_nodes,
     parse_statements,
     replace,
     running,
@@ -84,8 +83,7 @@ def mend(tree: ast.Module) -> None:
     if minimax:
         imported, called = minimax
         for late in imported:
-            block = holding(tree, late)[0]
-            replace(block, late, parse_statements("pass", late) if len(block) == 1 else [])
+            replace(holding(tree, late)[0], late, [])
         block = holding(tree, called)[0]
         gate = parse_statements("if current_platform.is_cuda():\n    pass", called)[0]
         assert isinstance(gate, ast.If)
@@ -150,10 +148,9 @@ def _minimax(tree: ast.Module) -> tuple[list[ast.ImportFrom], ast.stmt] | None:
     used = find(tree, ast.Name, lambda n: n.id == _MINIMAX)
     if all(_on_cuda(tree, n) for n in (*imported, *used)):
         return None
-    if any(_chosen(tree, run, n) for n in (*imported, *used) if not _on_cuda(tree, n)):
+    everywhere = [holding(tree, n)[1] for n in (*imported, *used) if not _on_cuda(tree, n)]
+    if any(s not in run.body or _chosen(tree, run, s) for s in everywhere):
         raise LookupError("whether MiniMax-M3's helper is for ROCm is decided in a way that isn't known")
-    if any(part in imported for s in find(run, ast.Try) + find(run, ast.With) for part in everything(s)):
-        raise LookupError("MiniMax-M3's helper is imported in a `try` or a `with`")
     called = [s for s in (_statement(tree, n) for n in used) if s]
     platform = [s for s in find(tree, ast.ImportFrom) if any(a.name == "current_platform" for a in s.names)]
     if len(imported) > 1 or len(called) != 1 or len(used) != 1 or not any(s in platform for s in early):
@@ -182,25 +179,17 @@ def _implies(test: ast.expr, call: str) -> bool:
     return ast.unparse(test) == call
 
 
-def _chosen(tree: ast.Module, run: ast.AST, node: ast.AST) -> bool:
-    """Whether a condition around a node, or one that may end its function before it, speaks of ROCm."""
-    line = getattr(node, "lineno", 0)
-    around = [s for s in find(run, ast.stmt) if isinstance(s, _CONDITIONS) and any(p is node for p in everything(s))]
-    ends = find(run, ast.If, lambda i: i.lineno < line and any(isinstance(s, ast.Return) for s in i.body))
-    said = _meant(tree, *(part for s in around for part in own_nodes(s)))
-    before = _meant(tree, *(condition.test for condition in ends))
-    return "rocm" in said + before or "is_cuda" in said or "is_cuda_alike" in before
+def _chosen(tree: ast.Module, run: ast.AST, statement: ast.stmt) -> bool:
+    """Whether a condition that may end its function before a statement may be about ROCm: it says so, or asks."""
+    ends = [i for i in find(run, ast.If) if i.lineno < statement.lineno and find(i, ast.Return)]
+    read = {name for condition in ends for name in names(condition.test)}
+    assigned = find(tree, ast.Assign, lambda a: any(read & names(target) for target in a.targets))
+    nodes = [n for part in (*(i.test for i in ends), *(a.value for a in assigned)) for n in everything(part)]
+    words = " ".join(str(getattr(n, "attr", getattr(n, "id", string(n)))) for n in nodes).lower()
+    return "rocm" in words or any(isinstance(n, ast.Call) and ast.unparse(n) not in _NOT_ROCM for n in nodes)
 
 
-_CONDITIONS = (ast.If, ast.While, ast.Match)
-
-
-def _meant(tree: ast.Module, *parts: ast.AST) -> str:
-    """The words of some expressions and of what is assigned to their names, in small letters."""
-    read = {name for part in parts for name in names(part)}
-    assigned = find(tree, ast.Assign, lambda a: any(read & names(target) for target in a.targets)) if read else []
-    nodes = [n for part in (*parts, *(a.value for a in assigned)) for n in everything(part)]
-    return " ".join(str(getattr(n, "attr", getattr(n, "id", string(n)))) for n in nodes).lower()
+_NOT_ROCM = [f"current_platform.is_{platform}()" for platform in ("cuda", "cpu", "xpu", "tpu")]
 
 
 # What the mended code calls

@@ -99,7 +99,7 @@ def _readers(tree: ast.Module) -> list[tuple[Block, ast.stmt]]:
     def _in_header(statement: ast.stmt) -> bool:
         return isinstance(statement, ast.If) and reads(statement.test)
 
-    for _, statement in statements(tree.body, into_definitions=True):
+    for _, statement in statements(tree.body, closed=()):
         if isinstance(statement, Function) and reads(statement):
             look(statement.body)
     return found

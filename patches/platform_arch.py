@@ -74,7 +74,7 @@ def mend(tree: ast.Module) -> None:
 def _asking(tree: ast.Module) -> list[tuple[Function, ast.Attribute]]:
     """Each `torch.cuda.get_device_properties(...).gcnArchName` that isn't the fallback of something else."""
     found = []
-    for _, statement in statements(tree.body, into_definitions=True):
+    for _, statement in statements(tree.body, closed=()):
         if not isinstance(statement, Function) or statement.name.startswith("_get_gcn_arch"):
             continue
         for node in find(statement, ast.Attribute, lambda a: a.attr == "gcnArchName"):

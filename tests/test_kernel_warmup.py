@@ -208,7 +208,6 @@ def test_a_condition_of_a_fork_stays(condition):
     [
         "if current_platform.is_cuda():\n    {}",
         "if current_platform.is_cuda() and worker.m3:\n    {}",
-        "if current_platform.has_device_capability(90):\n    {}",
         "if current_platform.is_cpu():\n        return\n{}",
         "if not current_platform.is_cuda():\n        return\n{}",
         "if worker.m3:\n        def on_rocm(): return 1\n{}",

@@ -168,6 +168,10 @@ def test_an_edit_leaves_no_name_unbound_that_the_source_reads(behind, applied):
         ("del FLAG", False),
         ("if late:\n    from os import sep as FLAG", False),
         ("def g():\n    global FLAG\n    FLAG = False", False),
+        ("globals()['FLAG'] = False", False),
+        ("vars(late).update(FLAG=False)", False),
+        ("def g():\n    setattr(late, 'FLAG', False)", False),
+        ("def g(FLAG):\n    return FLAG", True),
         ("FLAG = True", True),
         ("FLAG += 1", False),
         ("FLAG.on['x'] = False", False),
@@ -181,19 +185,21 @@ def test_an_edit_leaves_no_name_unbound_that_the_source_reads(behind, applied):
     ],
 )
 @pytest.mark.parametrize(
-    "condition", ["if FLAG:", "if not other:\n  if FLAG:", "if FLAG:\n  pass\nelse:", "with late(FLAG):"]
+    "condition",
+    ["if FLAG:", "if not other:\n  if FLAG:", "if FLAG:\n  pass\nelse:", "with late(FLAG):", "if asked():"],
 )
 def test_what_is_moved_reads_what_it_read_in_its_place(after, applied, condition):
     """An import under a condition isn't deferred where the condition would be another by then."""
     source = (
-        f"from os import late, other\nFLAG = True\n{condition}\n    import mori\n{after}\ndef f():\n    return mori\n"
+        "from os import late, other\nFLAG = True\ndef asked():\n    return again()\ndef again():\n    return FLAG\n"
+        f"{condition}\n    import mori\n{after}\ndef f():\n    return mori\n"
     )
 
     def moves(statement):
         return isinstance(statement, ast.With | ast.Import)
 
     def examine(tree):
-        return needed("early") if any(isinstance(s, ast.If | ast.With) for s in tree.body[2:3]) else clear("late")
+        return needed("early") if any(isinstance(s, ast.If | ast.With) for s in tree.body[4:5]) else clear("late")
 
     done = mend(source, "m.py", [patch(examine=examine, mend=lambda tree: defer(tree, moves) and None)])
     assert [o.applied for o in done.outcomes] == [applied], done.outcomes[0].failed

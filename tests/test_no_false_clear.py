@@ -35,6 +35,8 @@ RUNS = {
     "through map": "found = list(map(probe, 'a'))",
     "a static method": "class Other:\n    @staticmethod\n    def ask():\n        import {0}\nfound = Other.ask()",
     "a constructor": "class Other:\n    def __init__(self):\n        import {0}\nfound = Other()",
+    "a method like one of a package": "import os\nclass Other:\n    def get(self):\n        import {0}\n"
+    "os = Other()\nfound = os.get()",
     "by name": "import importlib\nfound = importlib.import_module('{0}.ops')",
     "by a keyword": "import importlib\nfound = importlib.import_module(name='{0}')",
     "by a name that is made": "import importlib\nNAME = '{0}'\nfound = importlib.import_module(f'{{NAME}}.ops')",
@@ -47,6 +49,8 @@ RESTS = {
     "what a decorator makes": f"{WRAPS}@with_\ndef other(): ...",
     "a lambda": "ask = lambda: probe()",
     "handed on": "register(op=probe)",
+    "a package's method": "import os\nclass Other:\n    def get(self):\n        import {0}\n"
+    "found = os.environ.get('x')",
 }
 MODULES = {
     ("quark", "0.26.0"): "aiter",
@@ -144,6 +148,19 @@ EDITS = {
         f"    if not current_platform.is_cuda_alike():\n        return\n{WARMS}",
     ),
     ("kernel_warmup", "0.24.0", "by a flag"): (WARMS, f"    on_rocm = is_on_rocm()\n    if on_rocm:\n    {WARMS}"),
+    ("kernel_warmup", "0.24.0", "where it is supported"): (WARMS, f"    if is_msa_supported():\n    {WARMS}"),
+    ("kernel_warmup", "0.24.0", "by capability"): (
+        WARMS,
+        f"    if current_platform.has_device_capability(90):\n    {WARMS}",
+    ),
+    ("kernel_warmup", "0.24.0", "not where it isn't supported"): (
+        WARMS,
+        f"    if not is_msa_supported(worker):\n        return\n{WARMS}",
+    ),
+    ("kernel_warmup", "0.24.0", "in a function of its own"): (
+        WARMS,
+        f"    def warm():\n    {WARMS}\n    if is_msa_supported():\n        warm()\n",
+    ),
     ("kernel_warmup", "0.24.0", "in a while"): (WARMS, f"    while platform.is_rocm():\n    {WARMS}        break\n"),
     ("kernel_warmup", "0.24.0", "in a match"): (
         WARMS,

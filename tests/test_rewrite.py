@@ -62,7 +62,7 @@ def lines_changed(before: str, after: str) -> tuple[list[str], list[str]]:
 
 
 def block_of(changed: ast.Module, statement: ast.stmt):
-    return next(block for block, inner in statements(changed.body, into_definitions=True) if inner is statement)
+    return next(block for block, inner in statements(changed.body, closed=()) if inner is statement)
 
 
 def test_only_the_changed_lines_change():
@@ -197,7 +197,7 @@ def test_random_edits_of_stock_modules_never_need_the_coarse_way(monkeypatch):
 
 
 def random_edit(changed: ast.Module, dice: random.Random) -> None:
-    block, statement = dice.choice(list(statements(changed.body, into_definitions=True)))
+    block, statement = dice.choice(list(statements(changed.body, closed=())))
     kind = dice.choice(["delete", "insert", "replace", "wrap", "try", "unwrap", "swap"])
     new = parse_statements("from helper import help\nhelp('a', x=[1, 2])", statement)
     if kind == "delete":

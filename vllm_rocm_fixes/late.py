@@ -26,9 +26,11 @@ from .syntax import (
     Block,
     Definition,
     Function,
+    binds,
     blocks,
     first_statement,
     for_type_checkers,
+    name_of,
     outside_functions,
     own_nodes,
     parse_expression,
@@ -212,20 +214,14 @@ def _bound(block: Block) -> list[str]:
     """The names that a block binds in its own scope, in the order of the source."""
     found: dict[str, None] = {}
     for _, statement in statements(block):
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            for alias in statement.names:
-                if alias.name == "*":
-                    raise ValueError(f"line {statement.lineno}: a star import can't be deferred")
-                plain = alias.name.split(".")[0] if isinstance(statement, ast.Import) else alias.name
-                found[alias.asname or plain] = None
-        elif isinstance(statement, Definition):
-            found[statement.name] = None
-        own = list(own_nodes(statement))
-        # The variables of a comprehension are its own.
+        own = [statement, *own_nodes(statement)]
+        # Comprehensions and functions have variables of their own, and a handler's is gone behind it.
         inner = {id(n) for c in own if isinstance(c, ast.comprehension) for n in ast.walk(c.target)}
-        stored = (n for n in own if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and id(n) not in inner)
-        found.update((node.id, None) for node in stored)
-    return list(found)
+        inner |= {id(node) for node in own if isinstance(node, ast.arg | ast.ExceptHandler)}
+        found |= {name_of(node): None for node in own if binds(node) and id(node) not in inner}
+        if "*" in found:
+            raise ValueError(f"line {statement.lineno}: a star import can't be deferred")
+    return [name for name in found if name]
 
 
 def reads(statement: ast.stmt, names: set[str]) -> tuple[set[str], set[str]]:
@@ -317,7 +313,5 @@ def _locals(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     every = [s for _, s in statements(function.body)]
     shared = {name for s in every if isinstance(s, ast.Global) for name in s.names}
     arguments = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
-    kinds = (ast.ExceptHandler, ast.MatchAs, ast.MatchStar, ast.MatchMapping)
-    captures = [node for s in every for node in own_nodes(s) if isinstance(node, kinds)]
-    captured = {getattr(node, "name", getattr(node, "rest", None)) or "" for node in captures}
-    return (arguments | captured | set(_bound(function.body))) - shared
+    caught = {name_of(node) for s in every for node in own_nodes(s) if isinstance(node, ast.ExceptHandler)}
+    return (arguments | caught | set(_bound(function.body))) - shared

@@ -9,11 +9,11 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from .late import BINDER
 from .patch import Mended, Outcome, Passing, Patch, Site, Verdict, unknown
-from .syntax import Definition, Function, everything, outside_functions, own_nodes, running, statements
+from .syntax import Definition, Function, binds, everything, name_of, outside_functions, own_nodes, running, statements
 
 
 def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Site | None = None) -> Mended:
@@ -27,9 +27,10 @@ def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Sit
             verdict = unknown(reason) if isinstance(error, SyntaxError | ValueError) else Passing("unknown", reason)
             return Mended(tuple(Outcome(patch, verdict) for patch in patches))
         before = {statement.name for statement in tree.body if isinstance(statement, Function)}
-        outcomes = tuple(_outcomes(patches, tree, site or Site(), failures))
+        known = len(failures)
+        outcomes = tuple(_apply(patch, tree, site or Site(), failures) for patch in patches if len(failures) == known)
         # A failed edit may have left half of itself in the tree: begin again, without it.
-        if len(outcomes) < len(patches):
+        if len(failures) > known:
             continue
         if not any(outcome.applied for outcome in outcomes):
             return Mended(outcomes)
@@ -47,16 +48,6 @@ def mend(source: bytes | str, filename: str, patches: Sequence[Patch], site: Sit
             return Mended(tuple(o._replace(failed=reason) if o.applied else o for o in outcomes))
 
 
-def _outcomes(patches: Sequence[Patch], tree: ast.Module, site: Site, failures: dict[str, str]) -> Iterator[Outcome]:
-    """Up to the first patch that fails, which is added to failures, and which a next attempt leaves out."""
-    for patch in patches:
-        outcome = _apply(patch, tree, site, failures)
-        if outcome.failed and patch.name not in failures:
-            failures[patch.name] = outcome.failed
-            return
-        yield outcome
-
-
 def examine(patch: Patch, tree: ast.Module) -> Verdict:
     """The patch's verdict on a tree; "unknown" where the examination itself broke."""
     try:
@@ -66,6 +57,7 @@ def examine(patch: Patch, tree: ast.Module) -> Verdict:
 
 
 def _apply(patch: Patch, tree: ast.Module, site: Site, failures: dict[str, str]) -> Outcome:
+    """The outcome of one patch; one that fails is added to failures, and is left out where it is found there."""
     verdict = examine(patch, tree)
     if verdict.kind != "needed":
         return Outcome(patch, verdict)
@@ -76,15 +68,13 @@ def _apply(patch: Patch, tree: ast.Module, site: Site, failures: dict[str, str])
         if refused:
             return Outcome(patch, verdict, refused=refused)
         patch.mend(tree)
-        complaint = _complaint(tree)
+        complaint, after = _complaint(tree), examine(patch, tree)
+        if complaint or after.kind != "clear":
+            still = f"after the edit the examination still says {after.kind}: {after.reason}"
+            failures[patch.name] = f"the edit {complaint}" if complaint else still
     except Exception as error:
-        return Outcome(patch, verdict, failed=f"the edit broke: {_said(error)}")
-    if complaint:
-        return Outcome(patch, verdict, failed=f"the edit {complaint}")
-    after = examine(patch, tree)
-    if after.kind != "clear":
-        return Outcome(patch, verdict, failed=f"after the edit the examination still says {after.kind}: {after.reason}")
-    return Outcome(patch, verdict)
+        failures[patch.name] = f"the edit broke: {_said(error)}"
+    return Outcome(patch, verdict, failed=failures.get(patch.name))
 
 
 def _complaint(tree: ast.Module) -> str | None:
@@ -99,62 +89,47 @@ def _complaint(tree: ast.Module) -> str | None:
     nodes = everything(tree)
     gates = [n for n in nodes if isinstance(n, ast.If) and not n.orelse and id(n) in scope and _inserted(n)]
     gated = {id(node) for gate in gates for statement in gate.body for node in everything(statement)}
-    ours: set[tuple[Function | None, str]] = set()  # bound by the edit, and in which function
-    theirs: set[tuple[Function | None, str]] = set()
-    read: set[tuple[Function | None, str]] = set()  # by the edit
-    bound: set[tuple[Function | None, str]] = set()
-    always: set[tuple[Function | None, str]] = set()  # bound, and not by what an edit's `if` may leave out
-    used: set[tuple[Function | None, str]] = set()  # read, outside of those
-    shared: set[str] = set()
-    late: dict[tuple[Function | None, str], int] = {}  # read by what was moved out of module scope, and its first line
+    shared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+    uses: set[tuple[_Place, bool, bool, bool]] = set()  # of a name: bound or read, by the edit, below its `if`
+    moved: dict[_Place, int] = {}  # read by what was moved out of module scope, and the first line where it was
     for node in nodes:
         if "lineno" in node._attributes and not hasattr(node, "lineno"):
             return f"puts in a {type(node).__name__} without a position"
-        if type(node) not in _NAMING:
-            shared.update(node.names if isinstance(node, ast.Global) else ())
+        name = name_of(node)
+        if not name:
             continue
-        here, name, binds = scope.get(id(node)), _name(node), _binds(node)
-        if _inserted(node):
-            (ours if binds else read).add((here, name))
-        elif isinstance(node, ast.Name):
-            theirs.add((here, name))
-        if here and not binds and _inserted(here) and (here.name == BINDER or not _inserted(node)):
-            line = getattr(node, "lineno", 0)
-            late[here, name] = min(line, late.get((here, name), line))
-        if binds:
-            bound.add((here, name))
-        if id(node) not in gated:
-            (always if binds else used).add((here, name))
-    clash = {name for here, name in theirs if {(here, name), (None, name)} & ours} - shared
+        here, line, bound = scope.get(id(node)), getattr(node, "lineno", 0), binds(node)
+        uses.add(((here, name), bound, _inserted(node), id(node) in gated))
+        if here and not bound and _inserted(here) and (here.name == BINDER or not _inserted(node)):
+            moved[here, name] = min(line, moved.get((here, name), line))
+    bound_at = {at for at, binding, *_ in uses if binding}
+    ours = {at for at, binding, inserted, _ in uses if binding and inserted}
+    clash = {at[1] for at, _, inserted, _ in uses if not inserted and {at, (None, at[1])} & ours} - shared
     if clash:
         return f"needs the name {min(clash)}, and the source uses it"
-    known = {name for here, name in bound if here is None} | shared | set(dir(builtins))
-    missing = {name for here, name in read - bound} - known
+    known = {name for here, name in bound_at if here is None} | shared | set(dir(builtins))
+    missing = {at[1] for at, _, inserted, _ in uses if inserted and at not in bound_at} - known
     if missing:
         return f"reads {min(missing)}, which the source doesn't have"
-    changed = _changed(tree, {place[1]: line for place, line in late.items() if place not in bound}, shared)
+    late = {at[1]: line for at, line in moved.items() if at not in bound_at}
+    waiting = list(late)
+    for name in waiting:  # grows: what is called late reads late
+        inside = {at[1] for at, binding, *_ in uses if at[0] and at[0].name == name and at not in bound_at}
+        waiting += inside - late.keys()
+        late = dict.fromkeys(inside, late[name]) | late
+    by_name = any(at[1] in _BY_NAME for at, _, inserted, _ in uses if not inserted)
+    said = {str(getattr(n, "arg", getattr(n, "value", None))) for n in nodes} if by_name else set()
+    changed = _changed(tree, late, shared | said)
     if changed:
         return f"moves what reads {min(changed)}, which the source binds in another way after that"
-    lost = {name for here, name in (bound - always) & used if here} - shared
+    always = {at for at, binding, _, below in uses if binding and not below}
+    used = {at for at, binding, _, below in uses if not binding and not below}
+    lost = {name for here, name in (bound_at - always) & used if here} - shared
     return f"binds {min(lost)} under a condition, and the source reads it without" if lost else None
 
 
-_NAMING = {ast.Name, ast.arg, ast.alias, *get_args(Definition), ast.ExceptHandler, ast.MatchAs, ast.MatchStar}
-
-
-def _name(node: Any) -> str:
-    """The name that a node of these kinds reads or binds; empty where it has none."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.arg):
-        return node.arg
-    if isinstance(node, ast.alias):
-        return node.asname or node.name.partition(".")[0]
-    return node.name or ""
-
-
-def _binds(node: ast.AST) -> bool:
-    return not (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+_Place = tuple[Function | None, str]  # the function outside of all others, if any, and a name in it
+_BY_NAME = {"globals", "setattr", "vars"}  # what these bind is said in a string, or as a keyword
 
 
 def _changed(tree: ast.Module, late: dict[str, int], shared: set[str]) -> set[str]:
@@ -179,19 +154,17 @@ def _changes(node: Any) -> str:
     """The name that a node gives a value, or whose value it changes; empty where it does neither."""
     if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in _CHANGING:
         node = node.func
-    elif isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Load):
+    elif isinstance(node, ast.arg) or isinstance(getattr(node, "ctx", None), ast.Load):
         return ""
-    if isinstance(node, ast.Attribute | ast.Subscript):
-        while isinstance(node, ast.Attribute | ast.Subscript):
-            node = node.value
-        return node.id if isinstance(node, ast.Name) else ""
-    return _name(node) if type(node) in _NAMING and _binds(node) else ""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return name_of(node)
 
 
 def _way(statement: ast.stmt, node: ast.AST) -> str:
     """What binds a name, as text: alike where it gives the same value each time."""
     if isinstance(node, ast.alias):
-        return f"{getattr(statement, 'module', '')} {node.name if node.asname else _name(node)}"
+        return f"{getattr(statement, 'module', '')} {node.name if node.asname else name_of(node)}"
     return ast.unparse(statement) + str(statement.lineno if isinstance(statement, ast.AugAssign) else "")
 
 

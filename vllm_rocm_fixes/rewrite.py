@@ -97,7 +97,7 @@ class _Writer:
 
     def __init__(self, lines: Sequence[str], stock: ast.Module, depth: int) -> None:
         self.lines, self.stock, self.depth = lines, stock, depth
-        self.by_place = {_place(statement): statement for _, statement in statements(stock.body, into_definitions=True)}
+        self.by_place = {_place(statement): statement for _, statement in statements(stock.body, closed=())}
         self.moved: set[tuple[object, ...]] = set()
 
     def changes(self, new: Block) -> list[Change]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeGuard, TypeVar
+from types import UnionType
+from typing import TypeGuard, TypeVar, get_args
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -28,25 +29,23 @@ def blocks(node: ast.AST) -> Iterator[Block]:
             yield part.body
 
 
-def statements(block: Block, into_definitions: bool = False) -> Iterator[tuple[Block, ast.stmt]]:
-    """Every statement of a block and of the blocks inside it, each with the list that holds it.
+def statements(
+    block: Block, closed: UnionType | type | tuple[()] = Definition, below: Callable[..., Iterator[Block]] = blocks
+) -> Iterator[tuple[Block, ast.stmt]]:
+    """Every statement of a block and of the blocks below it, each with the list that holds it.
 
-    Classes and functions are yielded but entered only where into_definitions is set.
+    Those of the closed kinds are yielded and not entered.
     """
     for statement in list(block):
         yield block, statement
-        if into_definitions or not isinstance(statement, Definition):
-            for inner in blocks(statement):
-                yield from statements(inner, into_definitions)
+        if not isinstance(statement, closed):
+            for inner in below(statement):
+                yield from statements(inner, closed, below)
 
 
 def outside_functions(block: Block) -> Iterator[ast.stmt]:
     """Every statement that stands in no function, in classes too."""
-    for statement in block:
-        yield statement
-        if not isinstance(statement, Function):
-            for inner in blocks(statement):
-                yield from outside_functions(inner)
+    return (statement for _, statement in statements(block, Function))
 
 
 def own_nodes(statement: ast.AST) -> Iterator[ast.AST]:
@@ -59,7 +58,7 @@ def own_nodes(statement: ast.AST) -> Iterator[ast.AST]:
 
 def holding(tree: ast.Module | Function, node: ast.AST) -> tuple[Block, ast.stmt]:
     """The innermost statement at which node stands, and the list that holds it. Raises ValueError where none does."""
-    for block, statement in statements(tree.body, into_definitions=True):
+    for block, statement in statements(tree.body, closed=()):
         if statement is node or any(part is node for part in own_nodes(statement)):
             return block, statement
     raise ValueError("that node isn't in this tree")
@@ -135,11 +134,7 @@ def running_blocks(statement: ast.stmt) -> Iterator[Block]:
 
 def running(block: Block) -> Iterator[ast.stmt]:
     """The statements of a block, also those under `if` and `try`, without what is for type checkers alone."""
-    for statement in block:
-        yield statement
-        if not isinstance(statement, Definition):
-            for inner in running_blocks(statement):
-                yield from running(inner)
+    return (statement for _, statement in statements(block, below=running_blocks))
 
 
 def early_imports(block: Block, *packages: str) -> list[ast.Import | ast.ImportFrom]:
@@ -178,13 +173,17 @@ def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
 def evaluated(tree: ast.Module, handed_on: bool = False) -> list[ast.AST]:
     """Every node that is evaluated while the module runs, also in functions that run then.
 
-    Those are called, read as a property, or used as a decorator or a base: whatever has such a name counts. A function
-    that is handed on is taken for one that is not called, or, where handed_on is set, for one that is.
+    Those are called, read as a property, or used as a decorator or a base: whatever has such a name counts, but what is
+    asked of a package outside of vLLM. A function that is handed on is taken for one that is not called, or, where
+    handed_on is set, for one that is.
     """
     nodes = everything(tree)
     aliases = _aliases(nodes)
     functions = [node for node in nodes if isinstance(node, Function)]
     properties = {function.name for function in functions if _is_property(function)}
+    outside = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) and not _is_of(n, "vllm")]
+    foreign = {name_of(alias) for n in outside if not getattr(n, "level", 0) for alias in n.names}
+    foreign -= {name_of(node) for node in nodes if binds(node) and not isinstance(node, ast.alias)}
     resting: dict[str, list[Sequence[ast.AST]]] = {}  # what doesn't run yet, by the name that it is called by
     for part in nodes:
         if isinstance(part, Definition):
@@ -219,6 +218,7 @@ def evaluated(tree: ast.Module, handed_on: bool = False) -> list[ast.AST]:
             called += [node.func, *(node.args if _spelt(node.func) in ("map", "filter") else [])]
         elif handed_on or (isinstance(node, ast.Attribute) and node.attr in properties):
             called.append(node)
+        called = [function for function in called if name_of(_owner(function)) not in foreign]
         bodies: list[Sequence[ast.AST]] = [[function.body] for function in called if isinstance(function, ast.Lambda)]
         by = {name for function in called for name in (_spelt(function), aliases.get(_spelt(function), ""))} - {""}
         bodies += [body for name in by for body in resting.pop(name, [])]
@@ -237,6 +237,12 @@ def _aliases(nodes: list[ast.AST]) -> dict[str, str]:
     for assignment in (n for n in nodes if isinstance(n, ast.Assign) and _spelt(n.value)):
         found |= {_spelt(target): _spelt(assignment.value) for target in assignment.targets}
     return found
+
+
+def _owner(function: ast.AST) -> ast.AST:
+    while isinstance(function, ast.Attribute):
+        function = function.value
+    return function
 
 
 def _is_property(function: Function) -> bool:
@@ -290,6 +296,22 @@ def calls(node: ast.AST, dotted_name: str) -> list[ast.Call]:
     """All calls at or below node whose function is spelt like that, such as `self.aiter_sample`."""
     last = dotted_name.rpartition(".")[2]  # unparsing each call of a module would take most of a mend's time
     return find(node, ast.Call, lambda c: _spelt(c.func) == last and ast.unparse(c.func) == dotted_name)
+
+
+# Where a node of each kind that reads or binds a name keeps it.
+_NAMED = {ast.Name: "id", ast.alias: "name", ast.arg: "arg", ast.MatchMapping: "rest"}
+_NAMED |= dict.fromkeys((*get_args(Definition), ast.ExceptHandler, ast.MatchAs, ast.MatchStar), "name")
+
+
+def name_of(node: ast.AST) -> str:
+    """The name that a node itself reads or binds; empty where it has none."""
+    kept: str = getattr(node, _NAMED.get(type(node), ""), None) or ""
+    return getattr(node, "asname", None) or kept.partition(".")[0]
+
+
+def binds(node: ast.AST) -> bool:
+    """Whether a node that has a name gives it a value, or takes it away, and doesn't read it."""
+    return not (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
 
 
 def names(node: ast.AST) -> set[str]:
