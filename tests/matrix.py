@@ -19,7 +19,7 @@ from packaging.version import Version
 from releases import NIGHTLIES, releases, tree
 
 from vllm_rocm_fixes.diffs import unified
-from vllm_rocm_fixes.live import functions
+from vllm_rocm_fixes.live import by_name
 from vllm_rocm_fixes.mend import mend
 from vllm_rocm_fixes.patch import Outcome, Patch, Site
 from vllm_rocm_fixes.patches import SERIES
@@ -88,8 +88,9 @@ def _ways(surveyed: Surveyed, root: Path) -> list[str]:
     if _apply(source, unified(path.relative_to(root), source, baked)) != baked:
         said.append("diff gives another file than bake")
     # Live takes functions out of the code that the import runs; from the baked file they must be the same.
-    from_file = functions(compile(baked, str(path), "exec", dont_inherit=True))
-    if [(name, _does(code)) for name, code in from_file] != [(n, _does(code)) for n, code in functions(mended.code)]:
+    codes = (compile(baked, str(path), "exec", dont_inherit=True), mended.code)
+    from_file, live = ([(n, _does(c)) for n, found in by_name(code).items() for c in found] for code in codes)
+    if from_file != live:
         said.append("live gives other functions than bake")
     patches = [outcome.patch for outcome in mended.outcomes if outcome.applied]
     again = mend(baked, str(path), patches, Site(root))

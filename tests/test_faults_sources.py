@@ -24,7 +24,7 @@ from releases import tree
 from vllm_rocm_fixes.importing import Finder, Loader
 from vllm_rocm_fixes.installed import path_of
 from vllm_rocm_fixes.late import BINDER
-from vllm_rocm_fixes.live import functions, same
+from vllm_rocm_fixes.live import by_name, same
 from vllm_rocm_fixes.mend import mend
 from vllm_rocm_fixes.patch import Site
 from vllm_rocm_fixes.patches import SERIES
@@ -89,20 +89,11 @@ def touched(module):
     return {name.rpartition(".")[2] for before, after in both for name in differing(before, after)}
 
 
-def by_name(code):
-    found = collections.defaultdict(list)
-    for name, function in functions(code):
-        found[name].append(function)
-    return found
-
-
 def differing(stock, mended):
+    """The functions of the first code that the second hasn't, or has otherwise."""
     before, after = by_name(stock), by_name(mended)
-    return {
-        name
-        for name in before
-        if len(before[name]) != len(after[name]) or not all(map(same, before[name], after[name]))
-    }
+    pairs = {name: (codes, after.get(name, [])) for name, codes in before.items()}
+    return {name for name, (was, now) in pairs.items() if len(was) != len(now) or not all(map(same, was, now))}
 
 
 def definitions(node, prefix=""):
@@ -236,10 +227,8 @@ def check(module, source, write):
     gone = {name for p in applied for name in GONE.get(p.name, ())} - after
     assert names - gone <= after <= names | ADDED | own, names ^ after
     assert not gone & reads(mended.code), f"{gone} is read"
-    was, now = by_name(original), by_name(mended.code)
-    changed_ones = [
-        name for name in now if len(was[name]) != len(now[name]) or not all(map(same, was[name], now[name]))
-    ]
+    was, now = (collections.defaultdict(list, by_name(code)) for code in (original, mended.code))
+    changed_ones = differing(mended.code, original)
     for name in changed_ones:
         if len(was[name]) == len(now[name]):
             for one, other in zip(was[name], now[name], strict=True):

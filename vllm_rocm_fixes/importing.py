@@ -29,7 +29,7 @@ class Finder:
     origin; None keeps stock). guards: for each guarded package, the contexts in which it is executed; one that raises
     an ImportError of its name forbids the import, any other error of its own is passed to on_error. executed is
     called with the name of a module whose mended code has run to its end. reminder, where it is set, is called before
-    each import, whatever its name.
+    each import, whatever its name; it raises nothing.
     """
 
     def __init__(
@@ -48,11 +48,7 @@ class Finder:
     ) -> importlib.machinery.ModuleSpec | None:
         """The stock spec with our loader before the stock one; None leaves the name to the finders behind us."""
         if self.reminder is not None:
-            try:
-                self.reminder()
-            except Exception as error:
-                self.reminder = None
-                self.on_error(name, error)
+            self.reminder()
         if name not in self.coders and name not in self.guards:
             return None
         spec = self._stock_spec(name, path, target)
@@ -145,10 +141,8 @@ class Loader:
 
 def _holds_ours(loader: Any, depth: int = 8) -> bool:
     """Whether a loader is ours, or a tool's that holds ours or another tool's."""
-    if type(loader) is Loader:
-        return True
-    if not depth or not hasattr(loader, "exec_module"):
-        return False
+    if type(loader) is Loader or not depth or not hasattr(loader, "exec_module"):
+        return type(loader) is Loader
     held = getattr(loader, "__wrapped__", None), *getattr(loader, "__dict__", {}).values()
     return any(_holds_ours(value, depth - 1) for value in held)
 

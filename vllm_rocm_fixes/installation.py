@@ -46,10 +46,7 @@ def find(folder: Path | None = None) -> Installation:
     if not (root / "vllm" / "__init__.py").is_file():
         hint = " (it is vllm/ itself: name the folder above)" if (root / "_version.py").is_file() else ""
         raise LookupError(f"no vllm/__init__.py in {root}{hint}: --vllm takes the folder that holds vllm/")
-    metadata = _metadata(root)
-    if folder is None and not metadata:
-        metadata = _metadata_elsewhere()
-    return Installation(root, version(root), metadata)
+    return Installation(root, version(root), _metadata(root) or (_metadata_elsewhere() if folder is None else ()))
 
 
 def _public(text: str) -> str:

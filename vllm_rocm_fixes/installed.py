@@ -66,9 +66,7 @@ def _order(text: str) -> tuple[tuple[int, ...], tuple[str, int], int, tuple[int,
     if match is None:
         return (), ("", 0), 0, (0, 0)
     release, kind, number, post, dev = match.groups()
-    parts = tuple(int(part) for part in release.split("."))
-    while parts and parts[-1] == 0:
-        parts = parts[:-1]
+    parts = tuple(map(int, re.sub(r"(\.0+)+$", "", release).split(".")))
     # A bare .dev comes before alpha, alpha before the release; a post release after it.
     pre = (kind.lower(), int(number)) if kind else ("", 0) if dev and not post else ("z", 0)
     return parts, pre, int(post) if post else -1, (0, int(dev)) if dev else (1, 0)

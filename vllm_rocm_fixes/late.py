@@ -35,7 +35,6 @@ from .syntax import (
     own_nodes,
     parse_expression,
     parse_statements,
-    replace,
     running_blocks,
     statements,
 )
@@ -104,9 +103,8 @@ def binding(bound: Sequence[str], at: ast.stmt) -> tuple[ast.FunctionDef, Block]
 def asking(names: Sequence[str], at: ast.stmt, helper: tuple[str, str] = (__name__, "need")) -> Block:
     """The statements that ask for moved names, to go before the statement `at`, which reads them."""
     module, function = helper
-    return parse_statements(
-        f"from {module} import {function}\n{function}(globals(), {', '.join(map(repr, names))})", at
-    )
+    wanted = ", ".join(map(repr, names))
+    return parse_statements(f"from {module} import {function}\n{function}(globals(), {wanted})", at)
 
 
 def catch_whatever(attempt: ast.Try, package: str) -> None:
@@ -180,7 +178,7 @@ def _take(block: Block, chosen: Callable[[ast.stmt], bool]) -> list[Block]:
     groups: list[Block] = []
     for statement in list(block):
         if chosen(statement):
-            replace(block, statement, [])
+            block.remove(statement)
             groups.append([statement])
         elif isinstance(statement, ast.If):
             for branch in running_blocks(statement):
@@ -192,7 +190,7 @@ def _take(block: Block, chosen: Callable[[ast.stmt], bool]) -> list[Block]:
             if not statement.body:
                 statement.body = parse_statements("pass", statement)
                 if not statement.orelse:
-                    replace(block, statement, [])
+                    block.remove(statement)
     return groups
 
 

@@ -9,18 +9,9 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import types
 from collections.abc import Callable, Iterator
-from types import (
-    AsyncGeneratorType,
-    CellType,
-    CodeType,
-    CoroutineType,
-    FrameType,
-    FunctionType,
-    GeneratorType,
-    MethodType,
-    ModuleType,
-)
+from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 
 from .patch import Mended
 
@@ -30,7 +21,7 @@ _COMPARED = (
     *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount"),
     *(("co_exceptiontable",) if sys.version_info >= (3, 11) else ()),
 )
-_Running = (GeneratorType, CoroutineType, AsyncGeneratorType)
+_Running = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 _SIGNATURE = ("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_freevars")
 
 
@@ -57,20 +48,6 @@ class Transplant:
         return f"live, in {', '.join([*self.changed, *self.added]) or 'no function'}{late}{unused}"
 
 
-def functions(code: CodeType, prefix: str = "") -> Iterator[tuple[str, CodeType]]:
-    """(qualified name, code) of every function and method below a module's code; inner functions are part of theirs.
-
-    Left out are lambdas and comprehensions, and what Python 3.14 makes of annotations.
-    """
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType) and not constant.co_name.startswith(("<", "__annotate")):
-            name = prefix + constant.co_name
-            if constant.co_flags & _OPTIMIZED:
-                yield name, constant
-            else:
-                yield from functions(constant, name + ".")
-
-
 def same(a: object, b: object) -> bool:
     """Two constants, or two code objects wherever they stand in the file, do the same."""
     if type(a) is not type(b):
@@ -95,6 +72,8 @@ def transplant(module: ModuleType, stock: CodeType, mended: Mended) -> Transplan
     for name, codes in new.items():
         before = old.get(name, [])
         if not before:
+            if name not in mended.added:
+                raise NotStock(f"{name} is new and not at module scope")
             done.added.append(name)
             continue
         if len(codes) != len(before):
@@ -112,9 +91,6 @@ def transplant(module: ModuleType, stock: CodeType, mended: Mended) -> Transplan
             swaps += [(name, f, becomes) for f in found]
     if not swaps and not done.added and not done.unused:
         raise NotStock("what differs stands at module scope, and that had run before")
-    for name in done.added:
-        if name not in mended.added:
-            raise NotStock(f"{name} is new and not at module scope")
     for name in done.added:  # first: the changed functions may call them
         exec(mended.added[name], vars(module))
     for name, function, code in swaps:
@@ -126,11 +102,17 @@ def transplant(module: ModuleType, stock: CodeType, mended: Mended) -> Transplan
     return done
 
 
-def by_name(code: CodeType) -> dict[str, list[CodeType]]:
-    """A name's functions: it may be defined more than once, such as for each platform."""
+def by_name(code: CodeType, prefix: str = "") -> dict[str, list[CodeType]]:
+    """The functions and methods of each qualified name: it may be defined more than once, such as for each platform.
+
+    Left out are inner functions, which are part of theirs, lambdas, and what Python 3.14 makes of annotations.
+    """
     found: dict[str, list[CodeType]] = {}
-    for name, function in functions(code):
-        found.setdefault(name, []).append(function)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType) and not inner.co_name.startswith(("<", "__annotate")):
+            name = prefix + inner.co_name
+            for key, codes in ({name: [inner]} if inner.co_flags & _OPTIMIZED else by_name(inner, f"{name}.")).items():
+                found.setdefault(key, []).extend(codes)
     return found
 
 

@@ -137,14 +137,12 @@ def _changed(tree: ast.Module, late: dict[str, int], shared: set[str]) -> set[st
 
     Not those that are always bound in the same way, as a logger is.
     """
-    ways: dict[str, tuple[set[str], set[str]]] = {name: (set(), set()) for name in late}
-    for statement in running(tree.body) if late else ():
-        for node in (statement, *own_nodes(statement)):
-            name = _changes(node)
-            if name in late and not _inserted(statement):
-                ways[name][statement.lineno > late[name]].add(_way(statement, node))
-    again = {name for name, (before, after) in ways.items() if before and after and len(before | after) > 1}
-    return again | {name for name, (before, _) in ways.items() if before and name in shared}
+    outside = (s for s in running(tree.body) if late and not _inserted(s))
+    nodes = ((name, s, n) for s in outside for n in (s, *own_nodes(s)) if (name := _changes(n)) in late)
+    ways = {(name, s.lineno > late[name], _way(s, n)) for name, s, n in nodes}
+    before = {name for name, after, _ in ways if not after}
+    again = {name for name, after, _ in ways if after and len({way for n, _, way in ways if n == name}) > 1}
+    return before & (again | shared)
 
 
 _CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "update"}

@@ -39,13 +39,13 @@ class Process:
         self.series, self.guards = series, guards
         self.site = Site()
         self.results: dict[str, Result] = {}
+        self._said: set[str] = set()
         self._choose()
         self._made: dict[str, tuple[Outcome, ...]] = {}  # of modules that are being imported
         self._prepared = self._registered = False
         self._needed_guards: set[str] = set()  # guards that were switched off too late
         self.milliseconds = 0.0  # spent in the two doors
         self._recorded = False
-        self._said: set[str] = set()
         self._finder: Finder | None = None
         self._unsaid = [True]
         self._renew_lock()
@@ -61,8 +61,6 @@ class Process:
             if self._prepared:
                 return
             begun = time.perf_counter()
-            for complaint in self.settings.complaints:
-                self._warn(complaint)
             if self.settings.off:
                 self._prepared = True
                 logger.debug("vllm-rocm-fixes %s is switched off by ROCM_FIXES", __version__)
@@ -86,9 +84,9 @@ class Process:
             if not self._registered:
                 self._read_again()
             self.prepare()
+            self._hand_switches_to_ray()
             if self.settings.off:
                 self._registered = True
-                self._hand_switches_to_ray()
                 return
             begun = time.perf_counter()
             if self.site.root is None:  # the pytest door opens before vLLM is imported
@@ -98,13 +96,15 @@ class Process:
                 return
             self._registered = True
             self._survey()
-            self._hand_switches_to_ray()
             self._say_line()
             self.milliseconds += 1000 * (time.perf_counter() - begun)
             self._recorded = records.write(self) is not None
 
     def _read(self) -> settings.Settings:
-        return settings.read([p.name for p in self.series] + [g.name for g in self.guards])
+        found = settings.read([p.name for p in self.series] + [g.name for g in self.guards])
+        for complaint in found.complaints:
+            self._warn(complaint)
+        return found
 
     def _choose(self) -> None:
         self.settings = self._read()
@@ -151,12 +151,9 @@ class Process:
         for name in sorted(before.skip - self.settings.skip):
             self._warn(f"{name} stays off: its switch was taken back too late, set it where `ray start` runs")
         self.settings = self.settings._replace(skip=self.settings.skip | before.skip)
-        for complaint in self.settings.complaints:
-            self._warn(complaint)
         self.site = self.site._replace(skipped=self.settings.skip)
-        for patch in [p for patches in self._wanted.values() for p in patches]:
-            if not self.settings.off and patch.name not in self.settings.skip:
-                continue
+        wanted = [p for patches in self._wanted.values() for p in patches]
+        for patch in (p for p in wanted if self.settings.off or p.name in self.settings.skip):
             if patch.name in self._names("applied"):
                 self._warn(f"{patch.name} is mended already: its switch came too late, set it where `ray start` runs")
             else:
@@ -171,16 +168,14 @@ class Process:
     def _keep_guard(self, name: str) -> None:
         """Go on with a guard that is switched off now, where a patch that is applied would be refused without it."""
         site = self.site._replace(skipped=frozenset({name}))
-        for result in list(self.results.values()):
-            if result.state != "applied" or result.patch.refuse is None:
-                continue
+        for patch in [r.patch for r in self.results.values() if r.state == "applied"]:
             try:
-                why = result.patch.refuse(site)
+                why = patch.refuse(site) if patch.refuse else None
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
             if why:
                 self._needed_guards.add(name)
-                which = f"{name} stays, for {result.patch.name} is mended already"
+                which = f"{name} stays, for {patch.name} is mended already"
                 self._warn(f"{which}: its switch came too late, set it where `ray start` runs ({why})")
 
     def _say_line(self) -> None:
@@ -193,7 +188,7 @@ class Process:
             return
         if self._finder:
             self._finder.reminder = None
-        with contextlib.suppress(IndexError):  # another thread was faster
+        with contextlib.suppress(Exception):  # IndexError: another thread was faster
             self._unsaid.pop()
             logger.info("%s", self.line())
 

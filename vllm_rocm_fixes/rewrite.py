@@ -16,7 +16,7 @@ import re
 import textwrap
 import tokenize
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .syntax import Block, Definition, statements
 
@@ -26,8 +26,7 @@ _STOCK = "_stock_statement_"
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """Lines [start, end) of a text, counted from 0, become these new lines, which have no line ends."""
 
     start: int
@@ -179,15 +178,11 @@ class _Writer:
         if [name for name, _ in before] != [name for name, _ in after]:
             raise _Coarser
         for (name, stock), (_, mended) in zip(before, after, strict=True):
-            if name in ("handlers", "cases"):
+            if name in ("handlers", "cases") or (name == "orelse" and self._is_elif(stock)):
                 if len(stock) != len(mended):
                     raise _Coarser
                 for one, other in zip(stock, mended, strict=True):
                     yield from self._inside(one, other, level)
-            elif name == "orelse" and self._is_elif(stock):
-                if len(mended) != 1:
-                    raise _Coarser
-                yield from self._inside(stock[0], mended[0], level)
             else:
                 yield from self._block(stock, mended, level + 1)
 
@@ -342,10 +337,8 @@ def _inside_strings(text: str) -> set[int]:
     opened: list[int] = []
     for token in tokenize.generate_tokens(io.StringIO(text + "\n").readline):
         kind = tokenize.tok_name[token.type]
-        if kind.endswith("STRING_START"):
+        if kind.endswith(("STRING", "STRING_START")):
             opened.append(token.start[0])
-        elif kind.endswith("STRING_END"):
+        if kind.endswith(("STRING", "STRING_END")):
             inside.update(range(opened.pop() + 1, token.end[0] + 1))
-        elif kind == "STRING":
-            inside.update(range(token.start[0] + 1, token.end[0] + 1))
     return inside

@@ -46,15 +46,10 @@ def read(names: Iterable[str], environ: Mapping[str, str] = os.environ) -> Setti
     names = set(names)
     wanted = {name.strip() for name in environ.get("ROCM_FIXES_SKIP", "").split(",")} - {""}
     for name in sorted(wanted - names):
-        complaints.append(
-            f"ROCM_FIXES_SKIP={name} skips nothing: no patch or guard is called that{nearest(name, names)}"
-        )
-    return Settings(
-        off=not flag("ROCM_FIXES", True, environ),
-        skip=frozenset(wanted & names),
-        strict=flag("ROCM_FIXES_STRICT", False, environ),
-        complaints=tuple(complaints),
-    )
+        said = "skips nothing: no patch or guard is called that"
+        complaints.append(f"ROCM_FIXES_SKIP={name} {said}{nearest(name, names)}")
+    off, strict = not flag("ROCM_FIXES", True, environ), flag("ROCM_FIXES_STRICT", False, environ)
+    return Settings(off, frozenset(wanted & names), strict, tuple(complaints))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

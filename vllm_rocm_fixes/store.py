@@ -31,12 +31,9 @@ _unkept: dict[bytes, Mended] = {}  # made in this process, where the folder didn
 def folder() -> Path:
     """Where entries lie: below ROCM_FIXES_CACHE, XDG_CACHE_HOME or ~/.cache. Raises RuntimeError without a home."""
     named = os.environ.get("ROCM_FIXES_CACHE")
-    base = (
-        Path(named).expanduser()
-        if named
-        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-rocm-fixes"
-    )
-    return base / "mended"
+    if named:
+        return Path(named).expanduser() / "mended"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-rocm-fixes" / "mended"
 
 
 def digest(*parts: object) -> bytes:
@@ -145,12 +142,9 @@ def put(handle: int, name: str, data: bytes) -> None:
     partial = f".{name}.{os.getpid()}.{threading.get_ident()}"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.open(partial, flags, 0o600, dir_fd=handle)
-        try:
-            if os.write(file, data) != len(data):
+        with open(os.open(partial, flags, 0o600, dir_fd=handle), "wb", buffering=0) as file:
+            if file.write(data) != len(data):
                 raise OSError("written in part")
-        finally:
-            os.close(file)
         os.rename(partial, name, src_dir_fd=handle, dst_dir_fd=handle)
     except OSError:
         with contextlib.suppress(OSError):

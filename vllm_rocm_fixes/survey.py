@@ -57,7 +57,6 @@ def survey(
     root: Path, series: Sequence[Patch], release: str | None = None, skipped: frozenset[str] = frozenset()
 ) -> list[Outcome]:
     """The outcome of every patch on the vLLM below root, in the order of the series; the same arguments as modules."""
-    order = {patch.name: number for number, patch in enumerate(series)}
     found = modules(root, series, release, skipped, how=store.mended)
-    outcomes = [o for surveyed in found for o in surveyed.mended.outcomes]
-    return sorted(outcomes, key=lambda outcome: order[outcome.patch.name])
+    outcomes = {o.patch.name: o for surveyed in found for o in surveyed.mended.outcomes}
+    return [outcomes[patch.name] for patch in series if patch.name in outcomes]

@@ -14,6 +14,7 @@ from typing import TypeGuard, TypeVar, get_args
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Import = ast.Import | ast.ImportFrom
 Block = list[ast.stmt]
 _Node = TypeVar("_Node", bound=ast.AST)
 
@@ -98,33 +99,21 @@ def everything(node: ast.AST) -> list[ast.AST]:
     return found
 
 
-class _Fields(dict[type[ast.AST], tuple[str, ...]]):
-    """The fields of each kind of node that can hold others."""
-
-    def __missing__(self, kind: type[ast.AST]) -> tuple[str, ...]:
-        if kind is ast.Constant:
-            return self.setdefault(kind, ())
-        plain = {"ctx", "op", "ops", "id", "attr", "arg", "asname", "module", "level", "kind", "type_comment"}
-        return self.setdefault(kind, tuple(field for field in kind._fields if field not in plain))
-
-
-_FIELDS = _Fields()
+_PLAIN = {"ctx", "op", "ops", "id", "attr", "arg", "asname", "module", "level", "kind", "type_comment"}
+_KINDS = [kind for kind in vars(ast).values() if isinstance(kind, type) and issubclass(kind, ast.AST)]
+# The fields of each kind of node that can hold others.
+_FIELDS = {kind: [field for field in kind._fields if field not in _PLAIN] for kind in _KINDS} | {ast.Constant: []}
 
 
 def find(node: ast.AST, kind: type[_Node], where: Callable[[_Node], bool] = lambda _: True) -> list[_Node]:
     """All nodes of a kind at or below node for which where is true, in the order of the source."""
     found = [n for n in everything(node) if isinstance(n, kind) and where(n)]
-    return sorted(found, key=_position)
+    return sorted(found, key=lambda n: (getattr(n, "lineno", 0), getattr(n, "col_offset", 0)))
 
 
-def _position(node: ast.AST) -> tuple[int, int]:
-    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
-
-
-def imports(node: ast.AST, package: str) -> list[ast.Import | ast.ImportFrom]:
+def imports(node: ast.AST, package: str) -> list[Import]:
     """All absolute imports of a package, or of anything in it, at or below node, in the order of the source."""
-    found = [n for n in everything(node) if isinstance(n, ast.Import | ast.ImportFrom) and _is_of(n, package)]
-    return sorted(found, key=_position)
+    return [s for s in find(node, ast.stmt) if isinstance(s, Import) and _is_of(s, package)]
 
 
 def running_blocks(statement: ast.stmt) -> Iterator[Block]:
@@ -137,10 +126,9 @@ def running(block: Block) -> Iterator[ast.stmt]:
     return (statement for _, statement in statements(block, below=running_blocks))
 
 
-def early_imports(block: Block, *packages: str) -> list[ast.Import | ast.ImportFrom]:
+def early_imports(block: Block, *packages: str) -> list[Import]:
     """The statements of a block of module scope that import one of the packages."""
-    plain = (s for s in running(block) if isinstance(s, ast.Import | ast.ImportFrom))
-    return [s for s in plain if any(_is_of(s, package) for package in packages)]
+    return [s for s in running(block) if isinstance(s, Import) and any(_is_of(s, package) for package in packages)]
 
 
 def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
@@ -162,9 +150,7 @@ def hidden_imports(tree: ast.Module, *packages: str) -> list[ast.AST]:
         if isinstance(node, ast.Call):
             asks = _spelt(node.func) in ("hasattr", "getattr") and any(_spelt(a) in lazy for a in node.args[:1])
             return asks or imports_by_name(node, *packages, aliases=aliases)
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            return False
-        return any(_is_of(node, p) or _may_be_of(node, p) for p in packages)
+        return isinstance(node, Import) and any(_is_of(node, p) or _may_be_of(node, p) for p in packages)
 
     hidden = {id(node) for node in nodes if id(node) not in plain and brings(node)}
     return [node for node in evaluated(tree) if id(node) in hidden] if hidden else []
@@ -180,8 +166,8 @@ def evaluated(tree: ast.Module, handed_on: bool = False) -> list[ast.AST]:
     nodes = everything(tree)
     aliases = _aliases(nodes)
     functions = [node for node in nodes if isinstance(node, Function)]
-    properties = {function.name for function in functions if _is_property(function)}
-    outside = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) and not _is_of(n, "vllm")]
+    properties = {f.name for f in functions if any("property" in _spelt(d) for d in f.decorator_list)}
+    outside = [n for n in nodes if isinstance(n, Import) and not _is_of(n, "vllm")]
     foreign = {name_of(alias) for n in outside if not getattr(n, "level", 0) for alias in n.names}
     foreign -= {name_of(node) for node in nodes if binds(node) and not isinstance(node, ast.alias)}
     resting: dict[str, list[Sequence[ast.AST]]] = {}  # what doesn't run yet, by the name that it is called by
@@ -192,14 +178,13 @@ def evaluated(tree: ast.Module, handed_on: bool = False) -> list[ast.AST]:
         elif isinstance(part, ast.Assign) and isinstance(part.value, ast.Lambda):
             for target in part.targets:
                 resting.setdefault(_spelt(target), []).append([part.value.body])
-    made: dict[str, list[Sequence[ast.AST]]] = {}  # by a decorator: it runs where what it decorates is called
+    makes: dict[str, list[Sequence[ast.AST]]] = {}  # by a decorator: it runs where what it decorates is called
     for function in functions:
         for name in {_spelt(getattr(d, "func", d)) for d in function.decorator_list}:
-            if name not in made:
-                makers = [part for f in functions if f.name in (name, aliases.get(name)) for part in everything(f)[1:]]
-                made[name] = [part.body for part in makers if isinstance(part, Function)]
-                made[name] += [[part.body] for part in makers if isinstance(part, ast.Lambda)]
-            resting[function.name] += made[name]
+            if name not in makes:
+                made = [part for f in functions if f.name in (name, aliases.get(name)) for part in everything(f)[1:]]
+                makes[name] = [_body(part) for part in made if isinstance(part, Function | ast.Lambda)]
+            resting[function.name] += makes[name]
     now: list[ast.AST] = list(tree.body)
     ran: set[int] = set()
     for node in now:  # grows
@@ -219,7 +204,7 @@ def evaluated(tree: ast.Module, handed_on: bool = False) -> list[ast.AST]:
         elif handed_on or (isinstance(node, ast.Attribute) and node.attr in properties):
             called.append(node)
         called = [function for function in called if name_of(_owner(function)) not in foreign]
-        bodies: list[Sequence[ast.AST]] = [[function.body] for function in called if isinstance(function, ast.Lambda)]
+        bodies = [_body(function) for function in called if isinstance(function, ast.Lambda)]
         by = {name for function in called for name in (_spelt(function), aliases.get(_spelt(function), ""))} - {""}
         bodies += [body for name in by for body in resting.pop(name, [])]
         now += [part for body in bodies if id(body[0]) not in ran for part in body]
@@ -239,14 +224,14 @@ def _aliases(nodes: list[ast.AST]) -> dict[str, str]:
     return found
 
 
+def _body(function: Function | ast.Lambda) -> Sequence[ast.AST]:
+    return [function.body] if isinstance(function, ast.Lambda) else function.body
+
+
 def _owner(function: ast.AST) -> ast.AST:
     while isinstance(function, ast.Attribute):
         function = function.value
     return function
-
-
-def _is_property(function: Function) -> bool:
-    return any("property" in _spelt(decorator) for decorator in function.decorator_list)
 
 
 def _spelt(function: ast.AST) -> str:
@@ -269,13 +254,13 @@ def imports_by_name(call: ast.Call, *packages: str, aliases: Mapping[str, str] =
     return wanted is None or any(_within(wanted, package) for package in packages)
 
 
-def _is_of(statement: ast.Import | ast.ImportFrom, package: str) -> bool:
+def _is_of(statement: Import, package: str) -> bool:
     if isinstance(statement, ast.Import):
         return any(_within(alias.name, package) for alias in statement.names)
     return statement.level == 0 and _within(statement.module, package)
 
 
-def _may_be_of(statement: ast.Import | ast.ImportFrom, package: str) -> bool:
+def _may_be_of(statement: Import, package: str) -> bool:
     """Whether a relative import may be one of a module of vLLM's: a tree doesn't say in which package it lies."""
     if isinstance(statement, ast.Import) or statement.level == 0 or not package.startswith("vllm."):
         return False
