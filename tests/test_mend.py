@@ -113,8 +113,11 @@ def test_a_patch_may_refuse_a_site_and_says_why():
         ("return helper('early')", False),
         ("helper = 'early'\n    return helper", False),
         ("return lambda: ('early', helper)", False),
+        ("import helper\n    return 'early'", False),
+        ("def helper(): ...\n    return 'early'", False),
+        ("class C:\n        def helper(self): ...\n    return 'early'", True),
     ],
-    ids=["free", "read", "bound", "inside"],
+    ids=["free", "read", "bound", "inside", "imported", "defined", "a method"],
 )
 @pytest.mark.parametrize("code", ["from os import getcwd as helper", "def helper(): ...", "class helper: ..."])
 def test_an_edit_takes_no_name_that_its_function_uses(body, applied, code):

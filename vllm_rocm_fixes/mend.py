@@ -89,6 +89,7 @@ def _complaint(tree: ast.Module) -> str | None:
     nodes = everything(tree)
     gates = [n for n in nodes if isinstance(n, ast.If) and not n.orelse and id(n) in scope and _inserted(n)]
     gated = {id(node) for gate in gates for statement in gate.body for node in everything(statement)}
+    attributes = {id(s) for node in nodes if isinstance(node, ast.ClassDef) for s in node.body}
     shared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
     uses: set[tuple[_Place, bool, bool, bool]] = set()  # of a name: bound or read, by the edit, below its `if`
     moved: dict[_Place, int] = {}  # read by what was moved out of module scope, and the first line where it was
@@ -96,7 +97,7 @@ def _complaint(tree: ast.Module) -> str | None:
         if "lineno" in node._attributes and not hasattr(node, "lineno"):
             return f"puts in a {type(node).__name__} without a position"
         name = name_of(node)
-        if not name:
+        if not name or id(node) in attributes:
             continue
         here, line, bound = scope.get(id(node)), getattr(node, "lineno", 0), binds(node)
         uses.add(((here, name), bound, _inserted(node), id(node) in gated))

@@ -84,9 +84,9 @@ class Process:
             if not self._registered:
                 self._read_again()
             self.prepare()
-            self._hand_switches_to_ray()
             if self.settings.off:
                 self._registered = True
+                self._hand_switches_to_ray()
                 return
             begun = time.perf_counter()
             if self.site.root is None:  # the pytest door opens before vLLM is imported
@@ -96,6 +96,7 @@ class Process:
                 return
             self._registered = True
             self._survey()
+            self._hand_switches_to_ray()
             self._say_line()
             self.milliseconds += 1000 * (time.perf_counter() - begun)
             self._recorded = records.write(self) is not None
