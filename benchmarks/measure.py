@@ -64,9 +64,16 @@ def ratio(ours: Sequence[float], other: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(ours, other, strict=True)]
 
 
-def goal(text: str, met: bool, why: str = "") -> str:
-    """A line that says whether a goal was met, and why not where that is known."""
-    return f"goal: {text}: {'met' if met else f'MISSED: {why}' if why else 'MISSED'}"
+def neighbours(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Where interleaved() ran one side twice in succession, the ratio of those two runs: what is noise alone."""
+    rounds = range(1, len(first))
+    return [side[number] / side[number - 1] for number in rounds for side in [second if number % 2 else first]]
+
+
+def goal(text: str, met: bool, why: str = "", *, median: bool = True) -> str:
+    """A line that says whether a goal was met, by its spread alone where the median misses it, and if known why not."""
+    missed = f"MISSED: {why}" if why else "MISSED"
+    return f"goal: {text}: {missed if not met else 'met' if median else 'met by its spread alone'}"
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -70,6 +70,6 @@ def run(repeat: int = REPEAT) -> list[Table]:
         ratios = ratio(ours, stock)
         table.rows.append((str(batch), spread(stock, 1, "µs"), spread(ours, 1, "µs"), spread(ratios, 3)))
         low, _ = quartiles(ratios)
-        met = min(low, statistics.median(ratios)) <= 1.005
-        table.goals.append(goal(f"ratio 1.00 at batch {batch}", met, WHY))
+        median = statistics.median(ratios) <= 1.005
+        table.goals.append(goal(f"ratio 1.00 at batch {batch}", median or low <= 1.005, WHY, median=median))
     return [table]

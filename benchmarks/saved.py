@@ -13,7 +13,7 @@ from typing import Any
 
 from measure import Table, child, environment, goal, interleaved, quartiles, ratio, spread
 
-REPEAT = 5
+REPEAT = 7
 RELEASES = ("0.23.0", "0.26.0", "0.27.1", "0.33.0")
 FLASHINFER = "flashinfer-python==0.6.18.post1"
 # The tvm-ffi that ROCm's requirements pin, and an xgrammar that takes it: there on all sides.
@@ -95,7 +95,7 @@ def _release(release: str, repeat: int) -> Table:
     walls = {side: [run[0] for run in runs] for side, runs in found.items()}
     memory = {side: statistics.median(run[2] for run in runs) for side, runs in found.items()}
     low, _ = quartiles(ratio(walls["ours"], walls["limit"]))
-    near = min(low, statistics.median(ratio(walls["ours"], walls["limit"])))
+    median = statistics.median(ratio(walls["ours"], walls["limit"])) <= 1.02
     second = statistics.median(walls["stock"]) - statistics.median(walls["ours"])
     megabytes = memory["stock"] - memory["ours"]
     small = memory["ours"] <= 1.02 * memory["limit"]
@@ -103,6 +103,11 @@ def _release(release: str, repeat: int) -> Table:
         f"loaded by {said}",
         f"a node with {WORKERS} workers: {WORKERS} times {second:.2f} s is {WORKERS * second:.1f} s of start, "
         f"{WORKERS} times {megabytes:.0f} MiB is {WORKERS * megabytes:.0f} MiB",
-        goal("ours within 2 % of the limit, in wall time and memory", near <= 1.02 and small, WHY if small else ""),
+        goal(
+            "ours within 2 % of the limit, in wall time and memory",
+            (median or low <= 1.02) and small,
+            WHY if small else "",
+            median=median,
+        ),
     ]
     return table
