@@ -21,7 +21,7 @@ from pathlib import Path
 from measure import Table
 
 RESULTS = Path(__file__).with_name("results.md")
-NAMES = ("doors", "commands", "request", "saved", "served")
+NAMES = ("doors", "commands", "request", "saved", "served", "counted")
 
 
 def machine() -> list[str]:

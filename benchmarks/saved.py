@@ -13,7 +13,7 @@ from typing import Any
 
 from measure import Table, child, environment, goal, interleaved, quartiles, ratio, spread
 
-REPEAT = 7
+REPEAT = 5
 RELEASES = ("0.23.0", "0.26.0", "0.27.1", "0.33.0")
 FLASHINFER = "flashinfer-python==0.6.18.post1"
 # The tvm-ffi that ROCm's requirements pin, and an xgrammar that takes it: there on all sides.
