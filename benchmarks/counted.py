@@ -9,11 +9,12 @@ from measure import Table, child, environment, goal, interleaved, ratio
 REPEAT = 2
 TOKENS = 40
 COUNT = """
-import cProfile, json, pstats, sys
+import cProfile, json, os, pstats, sys
 def counted(work):
     profile = cProfile.Profile()
     profile.runcall(work)
     found = pstats.Stats(profile)
+    assert ("vllm_rocm_fixes" in sys.modules) == bool(os.environ["VLLM_PLUGINS"]), "the wrong side"
     ours = [entry for (file, *_), entry in found.stats.items() if "/vllm_rocm_fixes/" in file]
     return found.total_calls, sum(entry[1] for entry in ours), 1000 * sum(entry[2] for entry in ours)
 """
