@@ -65,15 +65,23 @@ def ratio(ours: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 def neighbours(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """Where interleaved() ran one side twice in succession, the ratio of those two runs: what is noise alone."""
-    rounds = range(1, len(first))
-    return [side[number] / side[number - 1] for number in rounds for side in [second if number % 2 else first]]
+    """The ratio of two runs in succession where interleaved() ran one side twice: what no side explains."""
+    sides = (first, second)
+    return [sides[number % 2][number] / sides[number % 2][number - 1] for number in range(1, len(first))]
 
 
-def goal(text: str, met: bool, why: str = "", *, median: bool = True) -> str:
-    """A line that says whether a goal was met, by its spread alone where the median misses it, and if known why not."""
-    missed = f"MISSED: {why}" if why else "MISSED"
-    return f"goal: {text}: {missed if not met else 'met' if median else 'met by its spread alone'}"
+def goal(text: str, met: bool, why: str = "") -> str:
+    """A line that says whether a goal was met, and why not where that is known."""
+    return f"goal: {text}: {'met' if met else f'MISSED: {why}' if why else 'MISSED'}"
+
+
+def ratio_goal(text: str, ratios: Sequence[float], limit: float, why: str = "", *, least: bool = False) -> str:
+    """A goal of pairs, whose ratio may be limit at most, or is at least that: met, by its spread alone, or missed."""
+    sign = -1 if least else 1
+    limit, middle = sign * limit, sign * statistics.median(ratios)
+    if middle > limit and min(sign * edge for edge in quartiles(ratios)) <= limit:
+        return f"{goal(text, True)} by its spread alone"
+    return goal(text, middle <= limit, why)
 
 
 def environment(**extra: str) -> dict[str, str]:
