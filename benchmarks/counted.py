@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 from functools import partial
 
-import model
-import serve
 from measure import Table, child, environment, goal, interleaved, ratio
 
 REPEAT = 2
@@ -40,11 +38,14 @@ def work():
 work()
 print(json.dumps(counted(work)))
 """
-ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **serve.ENVIRONMENT}
+ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def run(repeat: int = REPEAT) -> list[Table]:
     """The table of this benchmark."""
+    import model
+    import serve
+
     folder = str(model.make())
     table = Table(
         "Counted: calls of Python functions, by cProfile, in one process",
@@ -59,7 +60,9 @@ def run(repeat: int = REPEAT) -> list[Table]:
         (f"a request of {TOKENS} tokens, after one like it", REQUEST, (folder, str(TOKENS))),
     ):
         sides = {
-            plugins: partial(child, COUNT + code, *arguments, env=environment(VLLM_PLUGINS=plugins, **ALONE))
+            plugins: partial(
+                child, COUNT + code, *arguments, env=environment(VLLM_PLUGINS=plugins, **ALONE, **serve.ENVIRONMENT)
+            )
             for plugins in ("", "rocm_fixes")
         }
         for side in sides.values():
